@@ -202,7 +202,7 @@ def _replacement(module: nn.Module) -> tuple[str, Callable[..., torch.Tensor]] |
         if module.padding_mode == "zeros" and not isinstance(module.padding, str):
             return "forward", functools.partial(_convolution_of, module)
         return None
-    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    is_conv1d = type(module).__name__ == "Conv1D" and forward.__module__ == "transformers.pytorch_utils"
     return ("forward", functools.partial(_linear_of, module, is_transposed=True)) if is_conv1d else None
 
 

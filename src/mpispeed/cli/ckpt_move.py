@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from mpispeed.base.units import format_bytes, parse_count
 from mpispeed.ckpt.tools import exporting
 from mpispeed.ckpt.tools.show import open_location
 from mpispeed.cli.ckpt_report import as_json_option, reported, say
+
+if TYPE_CHECKING:
+    from mpispeed.ckpt.read.reader import Reader
 
 _SHARD_SIZE = "5GB"
 
@@ -47,6 +51,11 @@ def _rows(context: click.Context, parameter: click.Parameter, values: tuple[str,
     "--prefix-map", callback=_rows, multiple=True, metavar="OLD=NEW",
     help="Replace what fits the regular expression OLD in names; repeatable. Use ^ for the start.",
 )  # fmt: skip
+@click.option(
+    "--quantized", is_flag=True,
+    help="Weights as compression_training of the run has them in the end: masked, and those of up to 8 bits as packed "
+    "codes. HDF5 only.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @as_json_option
 def export(
@@ -57,6 +66,7 @@ def export(
     shard_bytes: int | None,
     exclude_frozen: bool,
     prefix_map: list[tuple[str, str]],
+    quantized: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -72,6 +82,7 @@ def export(
         msg = f"--shard-size cuts safetensors and torch weights in a folder; {output} as {form} is one file"
         raise click.UsageError(msg)
     with reported(as_json), open_location(location) as reader:
+        packer = _packer(reader) if quantized else None
         report = exporting.export(
             reader,
             output,
@@ -81,6 +92,7 @@ def export(
             exclude_frozen=exclude_frozen,
             prefix_map=prefix_map,
             overwrite=force,
+            packer=packer,
         )
     if as_json:
         content = {"files": [str(path) for path in report.files], "bytes": report.size_bytes}
@@ -91,6 +103,16 @@ def export(
     say(f"{report.tensors} tensors, {format_bytes(report.size_bytes)}")
     for name, count in report.overflows.items():
         say(f"{name}: {count} elements are too large for {dtype}", err=True)
+
+
+def _packer(reader: Reader) -> exporting.Packer:
+    """What makes codes; weights that it leaves alone are told."""
+    from mpispeed.compression.export import CheckpointPacker  # imports torch, which other exports do without
+
+    made = CheckpointPacker(reader)
+    for name in made.tied:
+        say(f"{name}: other layers have it too and are not compressed alike; it stays as it is", err=True)
+    return made
 
 
 @click.command("reshape")

@@ -72,7 +72,8 @@ SERVED: dict[str, dict[str, str]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "compression": {"mpispeed.compression": "*"},
-    "compression.compress": {"mpispeed.compression": "init_compression"},
+    "compression.compress": {"mpispeed.compression": "init_compression redundancy_clean student_initialization"},
+    "compression.helper": {"mpispeed.compression": "convert_conv1d_to_linear"},
     "compression.scheduler": {"mpispeed.compression": "compression_scheduler"},
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},
@@ -152,6 +153,7 @@ SERVED: dict[str, dict[str, str]] = {
         "mpispeed.nn.routing": "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
     },
     "runtime.data_pipeline.data_routing.scheduler": {"mpispeed.nn.routing": "RandomLTDScheduler"},
+    "runtime.eigenvalue": {"mpispeed.engine.curvature": "Eigenvalue"},
     "runtime.engine": {**_ENGINE, "mpispeed.engine.pipeline": "PipelineEngine"},
     "runtime.fp16.onebit": {"mpispeed.optim": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {"mpispeed.optim": "OnebitAdam"},
@@ -233,9 +235,7 @@ LATER: dict[str, dict[str, str]] = {
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
     "compression": {
-        "compression.compress": "redundancy_clean student_initialization",
         "runtime.quantize": "Quantizer",
-        "runtime.eigenvalue": "Eigenvalue",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.compression.student import copy_layers
+from mpispeed.config.compress import LayerReduction
 from mpispeed.config.load import load
 from mpispeed.nn.compression.model import Compression, compress, compression_of
 from mpispeed.nn.compression.techniques import read_groups
@@ -29,7 +31,7 @@ def init_compression(
     Args:
         model: any module; of a wrapper with an attribute `module`, that module.
         deepspeed_config: the settings of the run: a dict, or the path of a JSON file.
-        teacher_model: where layers of a student come from (`layer_reduction`).
+        teacher_model: where layers of a student come from (`layer_reduction`), as for `student_initialization`.
         mpu: not needed: sliced layers know their slices.
 
     Collective over: all ranks, if there are several: each does the same.
@@ -37,7 +39,9 @@ def init_compression(
     Raises:
         ConfigError: the settings do not fit to the model.
     """
-    compress(_inner(model), read_groups(read_section(deepspeed_config)))
+    section = read_section(deepspeed_config)
+    copy_layers(model, teacher_model, LayerReduction(**section["layer_reduction"]))
+    compress(_inner(model), read_groups(section))
     return model
 
 

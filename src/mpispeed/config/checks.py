@@ -339,7 +339,7 @@ def _check_compression(config: Config) -> Iterator[Problem]:
     if heads.enabled and heads.method == "l1":
         yield Problem(f"{path}.method", "l1 is not offered for heads", "use topk, which learns which to keep")
     layers = section.layer_reduction
-    if layers.enabled and len(layers.teacher_layer) != layers.keep_number_layer:
+    if layers.enabled and layers.teacher_layer and layers.keep_number_layer not in (None, len(layers.teacher_layer)):
         what = f"{len(layers.teacher_layer)} layers are named, keep_number_layer is {show(layers.keep_number_layer)}"
         yield Problem("compression_training.layer_reduction.teacher_layer", what)
 

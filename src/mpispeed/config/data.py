@@ -174,13 +174,17 @@ class DataEfficiency(Section):
 
 
 class Eigenvalue(Section):
-    """Curvature of blocks, by power iteration."""
+    """Curvature of blocks: the largest eigenvalue of the Hessian of each, by power iteration."""
 
-    enabled: bool = Field(False, description="Let curvature slow the fall of bits.")
-    verbose: bool = Field(False, description="Print each value.")
-    max_iter: Positive = Field(100, description="Most iterations.")
-    tol: NonNegative = Field(1e-2, description="Relative change at which to stop.")
-    stability: NonNegative = Field(1e-6, description="Added to a norm before dividing.")
-    gas_boundary_resolution: Positive = Field(1, description="Optimizer steps between two computations.")
-    layer_name: str = Field("bert.encoder.layer", description="Module list of the blocks.")
-    layer_num: Natural = Field(0, description="Number of blocks.")
+    enabled: bool = Field(
+        False,
+        description="Compute eigenvalues, for monitors; where bits of weights fall, they slow their fall. Needs "
+        "engine.backward(loss), and a model without pipeline and slices whose operators have second derivatives.",
+    )
+    verbose: bool = Field(False, description="Log the eigenvalues.")
+    max_iter: Positive = Field(100, description="Most iterations for one block.")
+    tol: NonNegative = Field(1e-2, description="Relative change of an eigenvalue at which its iteration ends.")
+    stability: NonNegative = Field(1e-6, description="Added to the norm of a vector before it is divided.")
+    gas_boundary_resolution: Positive = Field(1, description="Optimizer steps from one computation to the next.")
+    layer_name: str = Field("bert.encoder.layer", description="Name of the model's list of blocks.")
+    layer_num: Natural = Field(0, description="Number of blocks, from the first; 0: all of the list.")

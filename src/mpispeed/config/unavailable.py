@@ -47,8 +47,6 @@ UNAVAILABLE: tuple[Row, ...] = (
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
     Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
-    Row("quantize_training.eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
-    Row("eigenvalue", _is_on, "eigenvalues are not available; set enabled to false"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
     Row(
         "weight_quantization",

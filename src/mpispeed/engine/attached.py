@@ -11,6 +11,7 @@ from mpispeed.engine.agreement import configuring
 from mpispeed.engine.hooks import Context, Hooks, Setup
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from mpispeed.config.section import Section
@@ -67,6 +68,7 @@ class Attached:
     Attributes:
         published: the objects that they offer, by name.
         batches: functions that change inputs of the model.
+        before_backwards: functions of a loss before its backward pass.
         global_batches: functions before a global batch of a pipeline.
         after_steps: functions at the end of a step, in their order.
         between_steps: functions between steps.
@@ -76,6 +78,7 @@ class Attached:
         self._rows: dict[str, tuple[Feature, Hooks]] = {}
         self.published: dict[str, Any] = {}
         self.batches: list[Callable[[Any, bool], Any]] = []
+        self.before_backwards: list[Callable[[torch.Tensor], None]] = []
         self.global_batches: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         self.between_steps: list[Callable[[], None]] = []
@@ -96,6 +99,7 @@ class Attached:
                     self._add(feature, hooks)
         found = [hooks for _, hooks in self._rows.values()]
         self.batches = [hooks.batch for hooks in found if hooks.batch is not None]
+        self.before_backwards = [hooks.before_backward for hooks in found if hooks.before_backward is not None]
         self.global_batches = [hooks.global_batch for hooks in found if hooks.global_batch is not None]
         self.after_steps = [hooks.after_step for hooks in reversed(found) if hooks.after_step is not None]
         self.between_steps = [hooks.between_steps for hooks in found if hooks.between_steps is not None]
@@ -120,6 +124,11 @@ class Attached:
         for change in self.batches:
             inputs = change(inputs, is_training)
         return inputs
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Show features a loss before its backward pass."""
+        for look in self.before_backwards:
+            look(loss)
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, by name."""

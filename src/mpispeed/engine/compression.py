@@ -12,6 +12,7 @@ from mpispeed.engine.step import Place
 from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
 from mpispeed.nn.compression.layers import RANGE
+from mpispeed.nn.compression.record import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,6 +85,8 @@ class Run:
         # Every rank knows those of all stages, so that any of them can write or read a checkpoint.
         plans = {name: plan for ranks in context.mesh.world.comm.gather_objects(own) for name, plan in ranks.items()}
         self._schedules = {name: BitSchedule(plan) for name, plan in plans.items()}
+        layers = context.mesh["pipe"].gather_objects(record_of(context.module, compression))
+        self._record = {name: layer for stage in layers for name, layer in stage.items()}
         self._curvatures = context.published.get("eigenvalues")
         if self._curvatures is not None and plans:
             self._curvatures.is_needed = lambda: any(each.is_falling for each in self._schedules.values())
@@ -127,7 +130,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        return {"step": self._step, "bits": {name: each.state() for name, each in self._schedules.items()}}
+        bits = {name: each.state() for name, each in self._schedules.items()}
+        return {"step": self._step, "bits": bits, "layers": self._record}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse what is no such state.

@@ -135,10 +135,10 @@ class Engine(Getters):
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
         steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
-        loss = scale_loss(loss, steps)
         require_scalar(loss, "engine.backward", "sum or average it first")
-        is_due = self.is_gradient_accumulation_boundary() and allreduce_gradients
-        grads.begin_backward(reduces=is_due and not is_local)
+        parts.features.before_backward(loss)
+        loss = scale_loss(loss, steps)
+        grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and allreduce_gradients and not is_local)
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()

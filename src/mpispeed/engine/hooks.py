@@ -32,6 +32,8 @@ class Hooks:
         step_parts: parts of a step with their places; each is called with the step's context, on every rank.
         batch: called as `batch(inputs, is_training)` with all inputs of a forward pass (a pair of positional and
             keyword arguments; for a pipeline the batch that a stage loaded); returns them, changed or not.
+        before_backward: called by `engine.backward(loss)` with the loss, before it is divided by accumulation steps and
+            its gradients are computed; its graph has to stay. Not called by pipelines, nor by `loss.backward()`.
         global_batch: called before a pipeline trains a global batch, on every rank, before stages load data. Others
             learn of training passes by `batch`.
         begun: called as `begun(engine)` at the end of `initialize`; errors are not agreed on. Collective over: all
@@ -53,6 +55,7 @@ class Hooks:
 
     step_parts: Sequence[tuple[Place, StepPart]] = ()
     batch: Callable[[Any, bool], Any] | None = None
+    before_backward: Callable[[torch.Tensor], None] | None = None
     global_batch: Callable[[], None] | None = None
     begun: Callable[[Any], None] | None = None
     after_step: Callable[[], None] | None = None

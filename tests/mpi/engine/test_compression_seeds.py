@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-import mpispeed
 from tests.zoo.models import built
 from tests.zoo.training import ADAM, config, start
 
@@ -200,7 +199,7 @@ def trains(settings, model, *inputs, **named):
     return compressed
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_blocks_train(name):
     section = json.loads("{" + BLOCKS[name] + "}")
@@ -210,7 +209,7 @@ def test_the_blocks_train(name):
     settings = config(3, 12, 1, **ADAM, compression_training=section)
     if name == "weights":
         settings["fp16"] = {"enabled": True, "initial_scale_power": 8}
-    torch.manual_seed(2 + mpispeed.init_distributed().rank)
+    torch.manual_seed(2)  # all ranks have the same samples
     if name == "channels":
         compressed = trains(settings, built(ResNet), torch.randn(2, 3, 6, 6))
     else:

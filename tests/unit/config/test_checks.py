@@ -313,7 +313,6 @@ ASKS = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
     "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
-    "quantize_training.eigenvalue": {"quantize_training": {"eigenvalue": {"enabled": True}}},
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
@@ -325,7 +324,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "eigenvalue", "hybrid_engine",
+        "amp", "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
@@ -359,7 +358,7 @@ def test_the_table_names_fields_and_defaults_ask_for_nothing():
 
 
 def test_several_missing_parts_are_told_at_once():
-    loaded = load({"amp": {"enabled": True}, "eigenvalue": True, "hybrid_engine": True})
+    loaded = load({"amp": {"enabled": True}, "sequence_parallel_size": 2, "hybrid_engine": True})
     with pytest.raises(ConfigError, match="3 problems"):
         require_available(loaded.config)
 

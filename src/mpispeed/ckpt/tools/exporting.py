@@ -101,8 +101,8 @@ class Packer(Protocol):
     def leaves_out(self, name: str) -> bool:
         """True if the parameter or buffer is not exported: it is in the codes of others already."""
 
-    def pack(self, name: str) -> PackedCodes | None:
-        """The codes of a parameter; None if it is exported as it is. The same at each call."""
+    def pack(self, name: str) -> PackedCodes | np.ndarray | None:
+        """The codes of a parameter, or other values in fp32; None if it is exported as it is. The same at each call."""
 
 
 def format_of(path: Path) -> str:
@@ -251,9 +251,9 @@ def _weights(reader: Reader, dtype: str, exclude_frozen: bool, rename: _Renamer,
         if (exclude_frozen and info.kind == "frozen") or (packer and packer.leaves_out(name)):
             continue
         source, target = _source(reader, info, dtype)
-        packed, others = packer.pack(name) if packer else None, tuple(aliases.get(name, ()))
-        if packed is not None:
-            made += packed_weights.parts(new, others, name, packed, target)
+        changed, others = packer.pack(name) if packer else None, tuple(aliases.get(name, ()))
+        if changed is not None:
+            made += packed_weights.parts(new, others, name, changed, target)
         else:
             made.append(Weight(new, others, reader.stored(name, source), target))
     for name in reader.buffers():
@@ -323,24 +323,22 @@ class _Elements:
         self._last: tuple[str, dict[str, np.ndarray]] = ("", {})
 
     def __call__(self, weight: Weight) -> Iterator[memoryview]:
-        if weight.source.slot == packed_weights.SLOT:
-            yield self._part(weight.source.name)
-            return
         total = 0
-        for stored in self._reader.chunks(weight.source):
+        is_made = weight.source.slot.startswith(packed_weights.SLOT)
+        for stored in self._made(weight) if is_made else self._reader.chunks(weight.source):
             made = casting.cast(stored, weight.source.dtype, weight.dtype)
             total += casting.count_overflows(stored, weight.source.dtype, made, weight.dtype)
             yield made.data.cast("B") if made.size else memoryview(b"")
         if total:
             self._overflows[weight.name] = total
 
-    def _part(self, part: str) -> memoryview:
-        """Codes, scales or offsets; those of one weight are asked for one after the other."""
-        name, end = packed_weights.split(part)
+    def _made(self, weight: Weight) -> Iterator[np.ndarray]:
+        """What the packer made; parts of one weight are asked for one after the other."""
+        name, end = weight.source.name, weight.source.slot.removeprefix(packed_weights.SLOT)
         if self._last[0] != name:
-            packed = self._packer.pack(name) if self._packer else None
-            self._last = (name, {} if packed is None else packed_weights.contents(packed))
-        return memoryview(np.ascontiguousarray(self._last[1][end]).reshape(-1).view(np.uint8).data)
+            made = self._packer.pack(name) if self._packer else None
+            self._last = (name, {} if made is None else packed_weights.contents(made))
+        yield np.ascontiguousarray(self._last[1][end]).reshape(-1)
 
 
 class _Target:

@@ -30,43 +30,39 @@ if TYPE_CHECKING:
 CODES, SCALES, OFFSETS = "_codes", "_scales", "_offsets"
 """Ends of the names of the parts, behind the name of the weight."""
 
-SLOT = "packed"
-"""Slot of parts, which no checkpoint stores."""
+SLOT = "made"
+"""Begin of the slots of parts, which no checkpoint stores; behind it is the end of the name."""
 
 _MOST_BITS = 8
 
 
-def parts(name: str, aliases: tuple[str, ...], source: str, packed: PackedCodes, dtype: str) -> list[Weight]:
+def parts(name: str, aliases: tuple[str, ...], source: str, made: PackedCodes | np.ndarray, dtype: str) -> list[Weight]:
     """The datasets of a weight, in the order of `contents`.
 
     Args:
         name: to write it under.
         aliases: its other names.
         source: its name in the checkpoint.
-        packed: its codes.
+        made: its codes, or its values.
         dtype: dtype name of the weight.
     """
-    made = []
-    for end, array in contents(packed).items():
-        entry = TensorEntry(source + end, SLOT, array.shape, array.dtype.name, -1, -1)
+    found = []
+    for end, array in contents(made).items():
+        entry = TensorEntry(source, SLOT + end, array.shape, array.dtype.name, -1, -1)
         facts: dict[str, Any] = {}
-        if end == CODES:
-            facts = {"bits": packed.bits, "shape": packed.shape, "is_signed": int(packed.is_signed)}
-            facts["weight_dtype"] = dtype
-        made.append(Weight(name + end, tuple(alias + end for alias in aliases), entry, array.dtype.name, facts))
-    return made
+        if end == CODES and not isinstance(made, np.ndarray):
+            facts = {"bits": made.bits, "shape": made.shape, "is_signed": int(made.is_signed), "weight_dtype": dtype}
+        kind = array.dtype.name if end else dtype
+        found.append(Weight(name + end, tuple(alias + end for alias in aliases), entry, kind, facts))
+    return found
 
 
-def split(part: str) -> tuple[str, str]:
-    """Name of a weight, and end, of the name of a part."""
-    end = next(end for end in (CODES, SCALES, OFFSETS) if part.endswith(end))
-    return part.removesuffix(end), end
-
-
-def contents(packed: PackedCodes) -> dict[str, np.ndarray]:
-    """End of a part's name -> its elements."""
-    found = {CODES: packed.codes.cpu().numpy(), SCALES: packed.scales.cpu().numpy()}
-    return found if packed.offsets is None else found | {OFFSETS: packed.offsets.cpu().numpy()}
+def contents(made: PackedCodes | np.ndarray) -> dict[str, np.ndarray]:
+    """End of a part's name -> its elements; the end of values is empty."""
+    if isinstance(made, np.ndarray):
+        return {"": made}
+    found = {CODES: made.codes.cpu().numpy(), SCALES: made.scales.cpu().numpy()}
+    return found if made.offsets is None else found | {OFFSETS: made.offsets.cpu().numpy()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ sharded parameters are gathered. Outside of it `weight` is the parameter.
 from __future__ import annotations
 
 import copyreg
+import sys
 import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
+from mpispeed.nn.compression.slices import (
+    SlicedWeight,
+    Slices,
+    along_bias,
+    along_input,
+    comm_of_input,
+    put,
+    shared_range,
+)
 from mpispeed.nn.compression.techniques import (
     ACTIVATIONS,
     PRUNINGS,
@@ -30,6 +40,8 @@ from mpispeed.nn.compression.techniques import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpispeed.base.passes import Pass, Passes
 
 RANGE = "activation_range"
@@ -61,6 +73,18 @@ class Progress:
         """The pass that runs, or whose backward runs."""
         return None if self.passes is None else self.passes.current
 
+    def follow(self, passes: Passes) -> None:
+        """Take part in the passes of an engine from now on."""
+        passes.is_watched = True
+        passes.listeners.append(_shielding)
+        self.passes = passes
+
+    def leave(self) -> None:
+        """Take part in them no longer."""
+        if self.passes is not None:
+            self.passes.listeners.remove(_shielding)
+            self.passes = None
+
     def key(self, name: str) -> int:
         """A number for this place, pass and layer; the same on all ranks, and when backward runs a pass again."""
         current = self.current
@@ -86,8 +110,8 @@ class LayerState:
         mixed: part of the plain weight that is mixed into the quantized one, from 1 to 0.
         quantizer: of the weight; its groups are those of this layer.
         has_mask: sections whose fixed masks are in their buffers.
-        follows: layers whose channel masks are laid on the output of this one, a normalisation.
-        channels: the channel mask of the last forward.
+        follows: layers whose rows or channels are inputs of this one.
+        kept_outputs: the mask of rows or channels of the last forward.
     """
 
     name: str
@@ -100,13 +124,13 @@ class LayerState:
     quantizer: Quantizer = field(default_factory=Quantizer)
     has_mask: set[str] = field(default_factory=set)
     follows: list[LayerState] = field(default_factory=list)
-    channels: Tensor | None = None
+    kept_outputs: Tensor | None = None
     _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _ranges: dict[Pass, Tensor] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to passes."""
-        return {**self.__dict__, "_values": {}, "_ranges": {}, "channels": None}
+        return {**self.__dict__, "_values": {}, "_ranges": {}, "kept_outputs": None}
 
     @property
     def weight_quantization(self) -> WeightQuantization | None:
@@ -116,6 +140,7 @@ class LayerState:
     def set_step(self, step: int) -> None:
         """Switch on what begins at this step or before; the rest is off. Local."""
         self.active = {name for name, technique in self.techniques.items() if step >= technique.offset}
+        self.kept_outputs = None
         self._ranges.clear()
 
     def pruning(self, kind: str) -> Pruning | None:
@@ -135,14 +160,19 @@ def make_compressible(layer: nn.Module, state: LayerState) -> None:
 
 def make_plain(layer: nn.Module) -> None:
     """Give a layer its own class back; scores, masks and ranges go. No effect on others."""
-    plain = next((base for base, known in _classes.items() if known is type(layer)), None)
-    if plain is None:
+    plain = plain_class(type(layer))
+    if plain is type(layer):
         return
     layer.__class__ = plain
     layer.__dict__.pop(_STATE, None)
     for name in (RANGE, *(f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores"))):
         layer._buffers.pop(name, None)
         layer._parameters.pop(name, None)
+
+
+def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer had before it was compressible; others are what they are."""
+    return next((base for base, known in _classes.items() if known is kind), kind)
 
 
 def state_of(layer: nn.Module) -> LayerState | None:
@@ -175,9 +205,9 @@ def add_technique(layer: nn.Module, technique: Technique, weight_shape: tuple[in
         if technique.is_learned:
             key = key_of(state.progress.seed, zlib.crc32(f"{state.name}.{kind}_scores".encode()))
             scores = initial_scores(shape, key, weight.dtype, weight.device)
-            layer.register_parameter(f"{kind}_scores", nn.Parameter(scores))
+            put(layer, f"{kind}_scores", nn.Parameter(scores))
         else:
-            layer.register_buffer(f"{kind}_mask", torch.ones(shape, dtype=torch.bool, device=weight.device))
+            put(layer, f"{kind}_mask", torch.ones(shape, dtype=torch.bool, device=weight.device))
 
 
 def _known(layer: nn.Module) -> LayerState:
@@ -188,18 +218,7 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name that computes with compressed values."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = _known(self)
-        if not state.active and not state.follows:
-            return base.forward(self, *args, **kwargs)
-        if ACTIVATIONS in state.active:
-            args, kwargs = _with_first(args, kwargs, lambda x: quantized_input(self, x))
-        outer = state._values
-        state._values = compressed_values(self)
-        try:
-            out = base.forward(self, *args, **kwargs)
-        finally:
-            state._values = outer
-        return _masked_output(out, state) if state.follows else out
+        return _Steps.run(self, base.forward, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
@@ -208,8 +227,16 @@ def _compressible(base: type[nn.Module]) -> type[nn.Module]:
         return made, args, *rest
 
     names = {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__}
-    names |= {name: _value(name) for name in ("weight", "bias")}
+    names |= {name: _value(name) for name in ("weight", "bias")} | {"plain_type": base, "carry_to": _carry_to}
     return type(base.__name__, (base,), {**names, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+
+
+def _carry_to(self: nn.Module, made: nn.Module) -> None:
+    """As `nn.tensor.carried.Carries`."""
+    make_compressible(made, _known(self))
+    for name, part in [*self._parameters.items(), *self._buffers.items()]:
+        if name not in ("weight", "bias") and part is not None:
+            put(made, name, part)
 
 
 def _value(name: str) -> property:
@@ -249,7 +276,7 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
 
     The parameters have to be whole on this rank.
     """
-    state = _known(layer)
+    state, slices = _known(layer), Slices.of(layer)
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None:
         return {}
@@ -258,11 +285,10 @@ def compressed_values(layer: nn.Module) -> dict[str, Tensor]:
     for method, kind in PRUNINGS.items():
         if method in state.active:
             mask = mask_of(layer, kind)
-            values = values * spread(kind, mask, weight, out_dim_of(layer))
-            if kind in ("row", "channel") and shift is not None:
-                shift = shift * mask.view(-1)
-            if kind == "channel":
-                state.channels = mask.detach()
+            values = values * spread(kind, mask, weight, out_dim_of(layer), slices)
+            if kind in ("row", "channel"):
+                state.kept_outputs = mask.detach().view(-1)
+                shift = None if shift is None else shift * along_bias(mask.view(-1), layer)
     found = {"weight": values} if values is not weight else {}
     return found if shift is None or shift is bias else {**found, "bias": shift}
 
@@ -272,7 +298,9 @@ def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
     state = _known(layer)
     is_drawn = layer.training and state.quantizer.rounding == "stochastic"
     key = state.progress.key(state.name) if is_drawn else None
-    found = fake_quantize(weight, state.bits, state.quantizer, key)
+    slices = Slices.of(layer)
+    grouped = None if slices is None else SlicedWeight(weight, state.quantizer.groups, slices)
+    found = fake_quantize(weight, state.bits, state.quantizer, key, grouped)
     if not state.mixed:
         return found
     with torch.no_grad():
@@ -280,46 +308,74 @@ def quantized_weight(layer: nn.Module, weight: Tensor) -> Tensor:
     return copied_gradient(weight, mixture)
 
 
-def mask_of(layer: nn.Module, kind: str) -> Tensor:
-    """The mask of a kind of pruning that the layer has; of the method l1 it is made when it is first asked for."""
-    state = _known(layer)
+def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
+    """The mask of a kind of pruning that the layer has; of the method l1 it is made when it is first asked for.
+
+    Collective over: the slices of a layer that is cut, if the mask has the shape of the weight or is made now.
+    """
+    state, slices = _known(layer), Slices.of(layer)
     pruning = cast("Pruning", state.pruning(kind))
     if pruning.is_learned:
-        return top_k_mask(cast("Tensor", layer._parameters[f"{kind}_scores"]), pruning.dense_ratio)
+        scores = cast("Tensor", layer._parameters[f"{kind}_scores"])
+        if kind != "sparse" or slices is None:
+            return top_k_mask(scores, pruning.dense_ratio)
+        with torch.no_grad():
+            mask = slices.own(top_k_mask(slices.whole(scores), pruning.dense_ratio))
+        return copied_gradient(scores, mask)
     mask = cast("Tensor", layer._buffers[f"{kind}_mask"])
     if pruning.scores == "l1" and pruning.method not in state.has_mask:
-        if bool(mask.all()):  # else it comes from a checkpoint
-            weight = cast("Tensor", layer._parameters["weight"])
-            with torch.no_grad():
-                scores = l1_scores(pruning.kind, weight, out_dim_of(layer), pruning.num_heads)
-                mask.copy_(top_k_mask(scores, pruning.dense_ratio))
+        parts = slices if kind == "sparse" else None
+        if bool(mask.all()) if parts is None else parts.is_all(mask):  # else it comes from a checkpoint
+            weight = cast("Tensor", layer._parameters["weight"]).detach()
+            weight = weight if slices is None else slices.whole(weight)
+            scores = l1_scores(kind, weight, out_dim_of(layer), pruning.num_heads)
+            made = top_k_mask(scores, pruning.dense_ratio)
+            mask.copy_(made if parts is None else parts.own(made))
         state.has_mask.add(pruning.method)
     return mask
 
 
-def _masked_output(out: Tensor, state: LayerState) -> Tensor:
-    """The output of a normalisation without the channels that its convolutions lost; gradients pass as before."""
-    for source in state.follows:
-        if source.channels is not None and "channel_pruning" in source.active:
-            out = copied_gradient(out, out.detach() * source.channels.view(1, -1, *(1 for _ in out.shape[2:])))
-    return out
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input without what the layers before lost, then quantized.
+
+    What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
+    one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
+    """
+    state = _known(layer)
+    for source in state.follows:
+        if source.kept_outputs is not None:
+            kept = source.kept_outputs
+            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
+            x = copied_gradient(x, x.detach() * kept)
+    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input as its quantizer has it: by ranges of tokens or images, or by the running range."""
     state = _known(layer)
     technique = cast("ActivationQuantization", state.techniques[ACTIVATIONS])
-    if not x.numel():
+    comm = comm_of_input(layer)
+    if not x.numel() and comm is None:
         return x
     if technique.is_static:
         low, high = _running_range(layer, x, state).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
+    if comm is not None:
+        low, high = shared_range(x, comm, [-1]).unbind()
+        return quantize_between(x, low, high, technique.bits, technique.quantizer)
     images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
     groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
-    return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
+    quantizer = replace(technique.quantizer, groups=groups)
+    if "head_pruning" not in state.active:
+        return fake_quantize(x, technique.bits, quantizer)
+    # Heads that cleaning removes must not have a part in the ranges.
+    weight = cast("Tensor", layer._parameters["weight"])
+    columns = spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1)
+    kept = columns.nonzero().view(-1)
+    return x.index_copy(-1, kept, fake_quantize(x.index_select(-1, kept), technique.bits, quantizer))
 
 
 def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
@@ -331,10 +387,52 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     is_first = bool(held[0] > held[1])
     is_again = torch._C._current_graph_task_id() != -1
     if not layer.training or is_again:
-        return torch.stack(x.detach().float().aminmax()) if is_first else held
+        return _range_of(layer, x) if is_first else held
     with torch.no_grad():
-        seen = torch.stack(x.detach().float().aminmax())
+        seen = _range_of(layer, x)
         held.copy_(seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM))
     if current is not None:
         state._ranges[current] = held.clone()
     return held
+
+
+def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a layer's own `forward` with compressed input, weight and bias."""
+    state = _known(layer)
+    if not state.active and not state.follows:
+        return forward(layer, *args, **kwargs)
+    args, kwargs = _with_first(args, kwargs, lambda x: compressed_input(layer, x))
+    outer = state._values
+    state._values = compressed_values(layer)
+    try:
+        return forward(layer, *args, **kwargs)
+    finally:
+        state._values = outer
+
+
+class _Steps:
+    """The function around a layer's own forward; once a compiler is loaded, one that it does not trace.
+
+    It decides by numbers that change at steps, and keeps ranges and masks.
+    """
+
+    run = staticmethod(_run)
+
+
+def shield() -> None:
+    """Keep the compiler out of compressible layers, if there is one: it loads slowly. Local."""
+    if _Steps.run is _run and "torch._dynamo" in sys.modules:
+        _Steps.run = staticmethod(torch.compiler.disable(_run))
+
+
+def _shielding(_: Pass) -> None:
+    """Shield when a pass begins: only then compiled code runs, and a compiler has been loaded."""
+    shield()
+
+
+def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
+    comm = comm_of_input(layer)
+    if comm is not None:
+        return shared_range(x, comm, range(x.dim())).view(2)
+    return torch.stack(x.detach().float().aminmax())

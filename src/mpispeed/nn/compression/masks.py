@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from mpispeed.nn.compression.quantizers import copied_gradient, noise_of
+
+if TYPE_CHECKING:
+    from mpispeed.nn.compression.slices import Slices
 
 Kind = Literal["sparse", "row", "head", "channel"]
 
@@ -69,11 +72,17 @@ def initial_scores(shape: tuple[int, ...], key: int, dtype: torch.dtype, device:
     return (noise_of(torch.Size(shape), key, device) * (2 * bound)).to(dtype)
 
 
-def spread(kind: Kind, mask: Tensor, weight: Tensor, out_dim: int) -> Tensor:
-    """A mask in a shape that multiplies the weight."""
-    if kind == "row":
-        return mask.view([-1 if dim == out_dim else 1 for dim in range(weight.dim())])
+def spread(kind: Kind, mask: Tensor, weight: Tensor, out_dim: int, slices: Slices | None = None) -> Tensor:
+    """A mask in a shape that multiplies the weight.
+
+    Collective over: the slices, if there are any, in backward.
+    """
+    if kind == "sparse":
+        return mask
+    dim, numbers = 1 - out_dim if kind == "head" else out_dim, mask.view(-1)
     if kind == "head":
-        columns = mask.view(-1, 1).expand(-1, weight.shape[1 - out_dim] // mask.numel()).reshape(-1)
-        return columns.view([1 if dim == out_dim else -1 for dim in range(weight.dim())])
-    return mask
+        columns = (weight.shape if slices is None else slices.cut.shape)[dim]
+        numbers = mask.view(-1, 1).expand(-1, columns // mask.numel()).reshape(-1)
+    if slices is not None:
+        numbers = slices.along(numbers, dim)
+    return numbers.view([-1 if each == dim else 1 for each in range(weight.dim())])

@@ -36,8 +36,14 @@ _TAKES: dict[str, tuple[Form, ...]] = {
 def form_of(module: nn.Module) -> Form | None:
     """What a compressible module is; None for others.
 
-    The output layer of `nn.MultiheadAttention` is none: its forward is never called.
+    The output layer of `nn.MultiheadAttention` is none, because its forward is never called, nor is one whose weight
+    is no parameter of floats.
     """
+    weight = module._parameters.get("weight")
+    if isinstance(module, _FORMS["norm"]):
+        return "norm"
+    if weight is None or not weight.is_floating_point():
+        return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None
     if is_conv1d(module):

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.nn.compression.layers import LayerState, Progress, add_technique, make_compressible
+from mpispeed.nn.compression.layers import LayerState, Progress, add_technique, make_compressible, shield
 from mpispeed.nn.compression.matching import Match, check_technique, form_of, match_groups
-from mpispeed.nn.compression.techniques import Group
+from mpispeed.nn.compression.slices import Slices
+from mpispeed.nn.compression.techniques import Group, Pruning
 
 _MARK = "_compression"
 
@@ -35,6 +36,7 @@ class Compression:
         It is a pure function of the step, so it may go back, as after a load. Bits that fall along a schedule are set
         by whoever has the schedule, in `layers`.
         """
+        shield()
         if step not in (self.progress.step, self.progress.step + 1):
             self.forget_masks()
         self.progress.step = step
@@ -73,12 +75,7 @@ def compress(model: nn.Module, groups: Sequence[Group], seed: int = 0, elsewhere
     for match in matches:
         check_technique(match.name, modules[match.name], match.group, shapes[match.name])
     made = Compression(list(groups), Progress(seed=seed))
-    names = {match.name for match in matches} | {each for match in matches for each in match.related}
-    for name in (name for name in modules if name in names):
-        made.layers[name] = LayerState(name, made.progress)
-        make_compressible(modules[name], made.layers[name])
-    for match in matches:
-        _apply(made, modules, match, shapes[match.name])
+    _make_layers(made, modules, matches, shapes)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fast path in evaluation reads weights past forward
@@ -87,14 +84,29 @@ def compress(model: nn.Module, groups: Sequence[Group], seed: int = 0, elsewhere
     return made
 
 
-def _apply(made: Compression, modules: dict[str, nn.Module], match: Match, shape: tuple[int, ...]) -> None:
-    state, method = made.layers[match.name], match.group.technique.method
-    add_technique(modules[match.name], match.group.technique, shape)
-    if match.related:
-        state.related[method] = match.related
-        for name in match.related:
-            if form_of(modules[name]) == "norm":
-                made.layers[name].follows.append(state)
+def _make_layers(
+    made: Compression, modules: dict[str, nn.Module], matches: Sequence[Match], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    followers = {name for match in matches for name in _consumers(modules, match)}
+    for name, module in modules.items():
+        if name in shapes or name in followers:
+            made.layers[name] = LayerState(name, made.progress)
+            make_compressible(module, made.layers[name])
+    for match in matches:
+        state, technique = made.layers[match.name], match.group.technique
+        add_technique(modules[match.name], technique, shapes[match.name])
+        if match.related:
+            state.related[technique.method] = match.related
+        for name in _consumers(modules, match):
+            made.layers[name].follows.append(state)
+
+
+def _consumers(modules: dict[str, nn.Module], match: Match) -> list[str]:
+    """The followers of a match that take its outputs as their inputs."""
+    technique = match.group.technique
+    if not isinstance(technique, Pruning) or technique.kind not in ("row", "channel"):
+        return []
+    return [name for name in match.related if form_of(modules[name]) != "norm"]
 
 
 def compression_of(model: nn.Module) -> Compression | None:
@@ -103,6 +115,15 @@ def compression_of(model: nn.Module) -> Compression | None:
 
 
 def _full_shape(layer: nn.Module) -> tuple[int, ...]:
-    """The shape of a weight, also of one that is sharded now."""
+    """The shape of a weight, also of one that is sharded now, or cut over slices."""
+    slices = Slices.of(layer)
+    if slices is not None:
+        return slices.cut.shape
     weight = layer._parameters["weight"]
     return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def forget(model: nn.Module) -> None:
+    """Let nothing be known of the compression of a model any more; its layers stay as they are."""
+    for module in model.modules():
+        module.__dict__.pop(_MARK, None)

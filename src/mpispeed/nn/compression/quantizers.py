@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -74,7 +74,53 @@ class Codes:
         return _values(self.codes.float(), self.scales, self.offsets).to(self.dtype).view(self.shape)
 
 
-def fake_quantize(x: Tensor, bits: int, quantizer: Quantizer, key: int | None = None) -> Tensor:
+class Grouped(Protocol):
+    """The groups of a tensor, of which this rank may have a part only.
+
+    What is found of a group has a shape that broadcasts to `values`.
+
+    Attributes:
+        values: the elements on this rank, fp32.
+    """
+
+    values: Tensor
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The least and the greatest value of each group."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean of each group, of numbers like `values`."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of each group, of numbers like `values`."""
+
+    def noise(self, key: int) -> Tensor:
+        """Numbers of [-1/2, 1/2) like `values`, as `noise_of` the full tensor."""
+
+
+class _Rows:
+    """Groups of a tensor that is full on this rank, as rows [groups, n]; what is found is [groups, 1]."""
+
+    def __init__(self, x: Tensor, groups: int) -> None:
+        self.values = x.float().reshape(groups, -1)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self.values.aminmax(dim=1, keepdim=True)
+        return low, high
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True)
+
+    def total(self, x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True)
+
+    def noise(self, key: int) -> Tensor:
+        return noise_of(self.values.shape, key, self.values.device)
+
+
+def fake_quantize(
+    x: Tensor, bits: int, quantizer: Quantizer, key: int | None = None, grouped: Grouped | None = None
+) -> Tensor:
     """`x` with values of `bits` bits, and a copied gradient.
 
     Args:
@@ -82,12 +128,14 @@ def fake_quantize(x: Tensor, bits: int, quantizer: Quantizer, key: int | None = 
         bits: of a code, 1 to 16.
         quantizer: how.
         key: of stochastic rounding: equal keys round alike; None rounds to the nearest.
+        grouped: `x` in groups, if it is a part of a tensor; else `x` counts as the rows of the quantizer.
 
     Raises:
         UsageError: the quantizer does not do that.
     """
     with torch.no_grad():
-        codes, scales, offsets = _encode(x.detach(), bits, quantizer, key)
+        grouped = _rows_of(x.detach(), bits, quantizer) if grouped is None else grouped
+        codes, scales, offsets = _encode(grouped, bits, quantizer, key)
         found = _values(codes, scales, offsets).to(x.dtype).view(x.shape)
     return copied_gradient(x, found)
 
@@ -99,7 +147,7 @@ def encode(x: Tensor, bits: int, quantizer: Quantizer) -> Codes:
         UsageError: the quantizer does not do that.
     """
     with torch.no_grad():
-        codes, scales, offsets = _encode(x.detach(), bits, quantizer, None)
+        codes, scales, offsets = _encode(_rows_of(x.detach(), bits, quantizer), bits, quantizer, None)
         codes = codes.to(torch.int32)
         held = 2 if bits == 1 and bool((codes == 0).any()) else bits
     return Codes(codes, scales, offsets, held, x.shape, x.dtype)
@@ -110,15 +158,15 @@ def quantize_between(x: Tensor, low: Tensor, high: Tensor, bits: int, quantizer:
 
     Args:
         x: floats.
-        low: least value, one element.
-        high: greatest value, one element.
+        low: least value; it has one element, or broadcasts to `x`.
+        high: greatest value, likewise.
         bits: of a code, at least 3.
         quantizer: symmetric or not; groups are not looked at.
     """
     with torch.no_grad():
-        scales, offsets = _grid(low.float().view(1, 1), high.float().view(1, 1), bits, quantizer.kind)
-        codes = _rounded(x.detach().float().reshape(1, -1), scales, offsets, bits, None)
-        found = _values(codes, scales, offsets).to(x.dtype).view(x.shape)
+        scales, offsets = _grid(low.float(), high.float(), bits, quantizer.kind)
+        codes = _rounded(x.detach().float(), scales, offsets, bits, None)
+        found = _values(codes, scales, offsets).to(x.dtype)
     return copied_gradient(x, found)
 
 
@@ -140,23 +188,26 @@ def copied_gradient(x: Tensor, value: Tensor) -> Tensor:
     return found
 
 
-def _encode(x: Tensor, bits: int, quantizer: Quantizer, key: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as floats, scales, offsets; [groups, n], [groups, 1], [groups, 1]."""
+def _rows_of(x: Tensor, bits: int, quantizer: Quantizer) -> Grouped:
     reason = quantizer.reason_against(bits, x.shape)
     if reason:
         msg = f"quantization: {reason}"
         raise UsageError(msg)
-    rows = x.float().reshape(quantizer.groups, -1)
-    if not rows.numel():
-        return rows, rows.new_zeros(quantizer.groups, 1), None
+    return _Rows(x, quantizer.groups)
+
+
+def _encode(grouped: Grouped, bits: int, quantizer: Quantizer, key: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes as floats, scales, offsets; of full tensors [groups, n], [groups, 1], [groups, 1]."""
+    values = grouped.values
+    if isinstance(grouped, _Rows) and not values.numel():
+        return values, values.new_zeros(quantizer.groups, 1), None
     if bits == 1:
-        return rows.sign(), rows.abs().mean(1, keepdim=True), None
+        return values.sign(), grouped.mean(values.abs()), None
     if bits == 2:
-        return _ternary(rows)
-    noise = noise_of(rows.shape, key, rows.device) if quantizer.rounding == "stochastic" and key is not None else None
-    low, high = rows.aminmax(dim=1, keepdim=True)
-    scales, offsets = _grid(low, high, bits, quantizer.kind)
-    return _rounded(rows, scales, offsets, bits, noise), scales, offsets
+        return _ternary(grouped)
+    noise = grouped.noise(key) if quantizer.rounding == "stochastic" and key is not None else None
+    scales, offsets = _grid(*grouped.range(), bits, quantizer.kind)
+    return _rounded(values, scales, offsets, bits, noise), scales, offsets
 
 
 def _grid(low: Tensor, high: Tensor, bits: int, kind: str) -> tuple[Tensor, Tensor | None]:
@@ -184,11 +235,11 @@ def _values(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
     return values if offsets is None else values.add_(offsets)
 
 
-def _ternary(rows: Tensor) -> tuple[Tensor, Tensor, None]:
-    magnitudes = rows.abs()
-    far = magnitudes > _THRESHOLD * magnitudes.mean(1, keepdim=True)
-    scales = (magnitudes * far).sum(1, keepdim=True) / far.sum(1, keepdim=True).clamp_(min=1)
-    return rows.sign() * far, scales, None
+def _ternary(grouped: Grouped) -> tuple[Tensor, Tensor, None]:
+    magnitudes = grouped.values.abs()
+    far = magnitudes > _THRESHOLD * grouped.mean(magnitudes)
+    scales = grouped.total(magnitudes * far) / grouped.total(far.float()).clamp_(min=1)
+    return grouped.values.sign() * far, scales, None
 
 
 def noise_of(shape: torch.Size, key: int, device: torch.device) -> Tensor:

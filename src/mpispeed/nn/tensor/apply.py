@@ -12,9 +12,10 @@ from torch import nn
 
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
+from mpispeed.nn.tensor.carried import carried
 from mpispeed.nn.tensor.dropout import Region, SplitDropout, give_own_stream, has_dropout
 from mpispeed.nn.tensor.entry import Entry, SequenceCut
-from mpispeed.nn.tensor.linear import ColumnLinear, RowLinear
+from mpispeed.nn.tensor.linear import ColumnLinear, CutLayer, RowLinear
 from mpispeed.nn.tensor.shard_plan import Column, Narrowed, Site, join, known_shape
 from mpispeed.nn.tensor.tensor_cut import marks_of
 
@@ -70,13 +71,13 @@ def apply_site(
     for column in site.columns:
         way = Entry.crossed(comm) if is_entered_whole else entry
         old = model.get_submodule(column.path)
-        _replace(model, column.path, layers.replaced(old, partial(_column, model, column, site, comm, way)))
+        _replace(model, column.path, sliced(layers, old, partial(_column, model, column, site, comm, way)))
     holder: Any = model.get_submodule(site.holder)
     if is_entered_whole:
         holder.register_forward_pre_hook(WholeSequence(entry), with_kwargs=True)
     if site.row:
         old = model.get_submodule(site.row)
-        _replace(model, site.row, layers.replaced(old, partial(_row, model, site, comm, sequence)))
+        _replace(model, site.row, sliced(layers, old, partial(_row, model, site, comm, sequence)))
     for name, values in site.attributes:
         setattr(holder, name, values[comm.rank])
     for narrowed in site.narrowed:
@@ -86,6 +87,11 @@ def apply_site(
         marks_of(model.get_submodule(owner)).partial.add(own)
     if sequence is None and site.row and site.columns:
         _streams(model, site, comm, holder, region)
+
+
+def sliced(layers: Layers, old: nn.Module, make: Callable[[], CutLayer]) -> nn.Module:
+    """The sliced form of a layer, with what that carries. Local, unless full parameters are elsewhere."""
+    return layers.replaced(old, partial(carried, old, make))
 
 
 def _column(model: nn.Module, column: Column, site: Site, comm: Comm, entry: Entry) -> ColumnLinear:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.nn.tensor.carried import plain_type
 from mpispeed.nn.tensor.tensor_cut import Ranges
 
 #: layout of the outputs of a column-parallel layer
@@ -129,8 +130,9 @@ def shape_of(module: Any) -> Shape | None:
         return None
     if module._backward_hooks or module._backward_pre_hooks:
         return None
-    if type(module) is nn.Linear:
-        return Shape(module.in_features, module.out_features, False)
+    if plain_type(module) is nn.Linear:
+        linear: Any = module
+        return Shape(linear.in_features, linear.out_features, False)
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, nn.Parameter) and weight.dim() == 2:
         return Shape(int(weight.shape[0]), int(weight.shape[1]), True)

@@ -11,8 +11,10 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.tensor.apply import AT_HAND, Layers
+from mpispeed.nn.tensor.apply import AT_HAND, Layers, sliced
+from mpispeed.nn.tensor.carried import plain_type
 from mpispeed.nn.tensor.embedding import VocabEmbedding, VocabLinear
+from mpispeed.nn.tensor.linear import CutLayer
 from mpispeed.nn.tensor.shard_plan import shape_of
 from mpispeed.nn.tensor.tensor_cut import cuts, marks_of
 
@@ -63,12 +65,12 @@ def _can_be_cut(module: nn.Module) -> bool:
     """True for an embedding or a linear layer that can be sliced by vocabulary."""
     if isinstance(module, nn.Embedding) and _scale_of(module) is not None:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    return type(module) is nn.Linear and shape_of(module) is not None
+    return plain_type(module) is nn.Linear and shape_of(module) is not None
 
 
 def _scale_of(table: nn.Embedding) -> float | None:
     """What a plain embedding, or one of transformers with a factor, multiplies its rows with; None: another kind."""
-    if type(table) is nn.Embedding:
+    if plain_type(table) is nn.Embedding:
         return 1.0
     if not type(table).__name__.endswith("ScaledWordEmbedding"):
         return None
@@ -81,12 +83,12 @@ def cut_vocab(model: nn.Module, path: str, comm: Comm, layers: Layers = AT_HAND)
     old = model.get_submodule(path)
     owner, _, name = path.rpartition(".")
     parent: Any = model.get_submodule(owner)
-    made = layers.replaced(old, partial(_sliced, old, comm))
+    made = sliced(layers, old, partial(_sliced, old, comm))
     made.train(old.training)
     parent._modules[name] = made
 
 
-def _sliced(old: Any, comm: Comm) -> nn.Module:
+def _sliced(old: Any, comm: Comm) -> CutLayer:
     if isinstance(old, nn.Embedding):
         options: dict[str, Any] = {"scale": _scale_of(old), "rounds_scale": hasattr(old, "scalar_embed_scale")}
         return VocabEmbedding(old.num_embeddings, old.embedding_dim, comm, whole=old, **options)

@@ -1,0 +1,241 @@
+"""Structured sparse pruning in a run: `sparse_pruning` with the method snip_momentum.
+
+Every applied step adds to the scores of this rank's ranges of the masters; no rank talks to another for that. After
+steps that the ramp names, scores of whole weights are gathered, one unit at a time, and a threshold over all layers is
+found by counting. So masks have the same bits at every ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.base.units import format_list
+from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.step import Place
+from mpispeed.nn.compression.blocks import DECAY, Pattern, Ramp, rank_at, ranks_of
+from mpispeed.nn.compression.layers import state_of
+from mpispeed.nn.compression.matching import out_dim_of
+from mpispeed.nn.compression.model import compression_of
+from mpispeed.nn.compression.techniques import Group, Pruning
+from mpispeed.sharding.update_windows import StateStore, read_gradients
+from mpispeed.store.placement import REPLICATED
+from mpispeed.store.transfers import all_gather_into
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from mpispeed.engine.step import StepContext
+    from mpispeed.store.layout import Entry, Span, Unit
+
+log = logging.getLogger(__name__)
+
+SLOT = "pruning_score"
+"""Name of the scores in checkpoints, beside the optimizer's states."""
+
+_METHOD = "snip_momentum"
+_SHARED = "compression_training.sparse_pruning.shared_parameters"
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight that is pruned."""
+
+    unit: Unit
+    entry: Entry
+    mask: torch.Tensor  # bool, as the weight
+    out_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The layers of one group of the config, under one threshold."""
+
+    name: str
+    ramp: Ramp
+    pattern: Pattern
+    targets: list[Target]
+
+    def by_unit(self) -> Iterator[tuple[Unit, list[Target]]]:
+        """The weights of each unit, in the order of units."""
+        for index in sorted({target.unit.index for target in self.targets}):
+            own = [target for target in self.targets if target.unit.index == index]
+            yield own[0].unit, own
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Groups of one weight while the threshold is looked for. Shapes: [groups], kept and doomed [groups, weights]."""
+
+    target: Target
+    ranks: torch.Tensor
+    kept: torch.Tensor
+    doomed: torch.Tensor
+
+
+def attach(context: Context) -> Hooks | None:
+    """Prune the layers of groups with this method; None without any.
+
+    Collective over: the pipe axis.
+
+    Raises:
+        ConfigError: no layer fits, the pattern cannot become so sparse, or ranks do not have the mean of gradients.
+    """
+    compression, optimization = compression_of(context.module), context.parts.optimization
+    groups = [group for group in compression.groups if _is_ours(group)] if compression is not None else []
+    if not groups or optimization is None:
+        return None
+    if optimization.exchange.is_phased:
+        msg = (
+            f"{_SHARED}.method: snip_momentum needs the mean of all ranks' gradients at every step, which the "
+            f"optimizer {optimization.rule.name} does not have; take another optimizer, or the method l1 or topk"
+        )
+        raise ConfigError(msg)
+    pruning = BlockPruning(context, [_pruned(context, group) for group in groups])
+    return Hooks([(Place.CLIPPED, pruning)], slots=pruning.slots)
+
+
+def _is_ours(group: Group) -> bool:
+    return isinstance(group.technique, Pruning) and group.technique.scores == _METHOD
+
+
+def _pruned(context: Context, group: Group) -> Pruned:
+    """Collective over: the pipe axis."""
+    technique = cast("Pruning", group.technique)
+    pattern, last = Pattern.parse(technique.block_pattern), technique.offset_end
+    last = technique.offset if last is None else last
+    if last < technique.offset:
+        msg = f"{_SHARED}.schedule_offset_end: {last} is before schedule_offset {technique.offset}; make it no less"
+        raise ConfigError(msg)
+    least = 1 - pattern.most
+    if Fraction(repr(technique.dense_ratio)) < least:
+        msg = (
+            f"{_SHARED}.block_pattern: {pattern.text} takes away at most {float(pattern.most):g} of the weights, and "
+            f"dense_ratio is {technique.dense_ratio:g}; make that at least {float(least):g}"
+        )
+        raise ConfigError(msg)
+    targets, unfit = [], []
+    for name, layer in context.module.named_modules():
+        state = state_of(layer)
+        if state is not None and state.techniques.get(technique.method) is technique:
+            target = _target(context, layer)
+            if target is not None and pattern.fits(target.entry.shape, target.out_dim):
+                targets.append(target)
+            else:
+                unfit.append(name)
+    everywhere = [*zip(*context.mesh["pipe"].gather_objects((len(targets), unfit)), strict=True)]
+    names = [name for stage in everywhere[1] for name in stage]
+    told = (
+        f"{group.path}: the weights of {format_list(names, _NAMES_SHOWN)} are frozen, or no tiles of block_pattern "
+        f"{pattern.text} (outputs x inputs)"
+    )
+    if not sum(everywhere[0]):
+        msg = f"{told}; nothing is left to prune: choose another pattern, or other modules"
+        raise ConfigError(msg)
+    if names and context.mesh.rank == 0:
+        log.warning("%s; they stay as they are", told)
+    ramp = Ramp(technique.dense_ratio, max(technique.offset, 1), max(last, 1), technique.stride)
+    return Pruned(group.name, ramp, pattern, targets)
+
+
+def _target(context: Context, layer: nn.Module) -> Target | None:
+    """The weight of a layer; None if it is not trained."""
+    weight = layer._parameters["weight"]
+    place = None if weight is None else context.params.table.find(weight)
+    if place is None:
+        return None
+    return Target(place.unit, place.entry, cast("torch.Tensor", layer._buffers["sparse_mask"]), out_dim_of(layer))
+
+
+class BlockPruning:
+    """Part of a step that adds up scores, and prunes after steps that are due."""
+
+    def __init__(self, context: Context, groups: list[Pruned]) -> None:
+        self._context, self._groups = context, groups
+        self._shards, self._grads = context.params.shards, context.parts.optimization.grads.shards
+        self._last = max(group.ramp.end for group in groups)
+        self._units = {unit.index: unit for group in groups for unit, _ in group.by_unit()}
+        self._scores: StateStore | None = None
+
+    def slots(self, updates: int) -> StateStore | None:
+        """The scores, until the last pruning; they begin at zero. Local."""
+        if updates >= self._last:
+            self._scores = None
+        elif self._scores is None:
+            table, tiers = self._shards.table, self._shards.tiers
+            self._scores = StateStore(table, self._shards, (SLOT,), tiers, lambda unit: unit.index in self._units)
+        return self._scores
+
+    def __call__(self, ctx: StepContext) -> None:
+        """Collective over: all ranks at steps that are due, and if states are in swap files; else local.
+
+        Raises:
+            StoreError: on every rank, if a swap file of one cannot be read.
+        """
+        step = self._context.counters.applied_steps + 1
+        if ctx.skip or self.slots(step - 1) is None:
+            return
+        read_gradients(self._shards, self._grads, self._units.values(), partial(self._add, ctx.multiplier))
+        for group in self._groups:
+            if group.ramp.is_due(step):
+                self._prune(group, step)
+
+    def _add(self, multiplier: float, unit: Unit, span: Span, masters: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Add to the scores of a range. One operation at a time, so that no cut changes how it is rounded."""
+        seen = (masters * gradients.to(masters.dtype)).abs_().mul_(multiplier)
+        self._own(unit)[span.slice].mul_(DECAY).add_(seen)
+
+    def _own(self, unit: Unit) -> torch.Tensor:
+        return cast("StateStore", self._scores).of(unit)[SLOT]
+
+    def _prune(self, group: Pruned, step: int) -> None:
+        """Collective over: all ranks."""
+        mesh, choices, counted = self._context.mesh, list[_Choice](), list[torch.Tensor]()
+        sharing = self._context.parts.sharing
+        for unit, targets in group.by_unit():
+            scores, partial_over = self._whole(unit), mesh[unit.states.partial]
+            for target in targets:
+                choice = _choice(group.pattern, target, scores[target.entry.span.slice])
+                choices.append(choice)
+                if sharing is None or sharing.is_counted(unit):
+                    counted.append(choice.ranks[partial_over.rank :: partial_over.size])
+        sparsity, everyone = group.ramp.sparsity(step), mesh[mesh.topology.names]
+        last = rank_at(counted, sparsity / group.pattern.most, everyone.all_reduce)
+        for choice in choices:
+            kept = choice.kept & ~(choice.doomed & (choice.ranks <= last).unsqueeze(1))
+            target = choice.target
+            target.mask.copy_(group.pattern.ungrouped(kept, target.entry.shape, target.out_dim))
+        if self._context.parts.buffers is not None:
+            self._context.parts.buffers.look()  # masks are equal on all ranks
+        if mesh.rank == 0:
+            log.info("step %d: %.3g of the weights of group %s are pruned", step, float(sparsity), group.name)
+
+    def _whole(self, unit: Unit) -> torch.Tensor:
+        """Scores of a whole unit. Shapes: [padded]. Collective over: the axes over which its masters are sharded."""
+        own, placement, padded = self._own(unit), unit.states.master, unit.layout.padded
+        if placement.is_replicated:
+            return own
+        whole = torch.empty(padded, dtype=own.dtype, device=own.device)
+        all_gather_into(self._context.mesh, whole, own, placement, REPLICATED, padded)
+        return whole
+
+
+def _choice(pattern: Pattern, target: Target, scores: torch.Tensor) -> _Choice:
+    """Groups of one weight. What goes of a group that is gone already is less than what went: it loses nothing more."""
+    grouped = pattern.grouped(scores.view(target.entry.shape), target.out_dim)
+    kept = pattern.grouped(target.mask, target.out_dim).to(scores.device)
+    is_gone = ~kept.all(1)
+    doomed = pattern.doomed(grouped)
+    salt = zlib.crc32(target.entry.name.encode())
+    ranks = ranks_of(torch.where(doomed, grouped, 0).sum(1), is_gone, salt, pattern.most_groups)
+    return _Choice(target, ranks, kept, doomed & ~is_gone.unsqueeze(1))

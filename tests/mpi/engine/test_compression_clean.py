@@ -1,0 +1,115 @@
+"""`redundancy_clean` of engines: whole, plain models on every rank, with the outputs of the engine before."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from mpispeed.ckpt.tools import packed_weights
+from mpispeed.cli.ckpt import ckpt
+from mpispeed.compression import init_compression, redundancy_clean
+from mpispeed.compression.packed_layers import packed_weight
+from tests.zoo.training import ADAM, config, start, train
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+WIDTH, BATCH = 16, 12
+
+
+class MLP(nn.Module):
+    """Returns a loss in training, the output else."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.act, self.last = nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        out = self.last(self.act(self.first(x)))
+        return (out - x.roll(1, 1)).square().mean() if self.training else out
+
+
+def technique(groups, **shared):
+    return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": {"all": groups}}
+
+
+SECTIONS = {
+    "weight_quantization": technique(
+        {"params": {"start_bits": 5, "target_bits": 5}, "modules": ["first", "last"]},
+        quantize_weight_in_forward=True, quantize_groups=8,
+    ),
+    "row_pruning": technique(
+        {"params": {"dense_ratio": 0.5}, "modules": ["first"], "related_modules": [["last"]]}, method="topk"
+    ),
+}  # fmt: skip
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"), [(0, {}), (2, {}), (3, {}), (3, HOST)], ids=["0", "2", "3", "3 on the host"]
+)
+def test_an_engine_becomes_a_plain_model(world, stage, zero):
+    sections = {"train_batch_size": BATCH, "compression_training": SECTIONS}
+    model = init_compression(MLP(), sections)
+    engine = start(config(stage, BATCH, zero=zero, **ADAM), model)
+    torch.manual_seed(6)
+    train(engine, [torch.randn(BATCH, WIDTH) for _ in range(3)])
+    engine.eval()
+    x = torch.randn(4, WIDTH)
+    with torch.no_grad():
+        before = engine(x)
+        if stage == 3 and zero:
+            engine.offload_states()
+        cleaned = redundancy_clean(engine, sections)
+        after = cleaned(x)
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-5)
+    assert cleaned is model
+    assert (model.first.out_features, model.last.in_features) == (12, 12)
+    assert packed_weight(model.first).nbytes == 12 * WIDTH * 5 // 8 + 4 * 12
+    assert packed_weight(model.last).nbytes == 12 * WIDTH * 5 // 8 + 4 * 8
+    states = world.comm.gather_objects({name: value.tolist() for name, value in model.state_dict().items()})
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (3, "bf16")])
+def test_a_checkpoint_gives_the_weights_that_the_model_computes_with(world, mpi_tmp_path, stage, dtype):
+    sparse = technique({"params": {"dense_ratio": 0.75}, "modules": ["last"]}, method="l1")
+    settings = config(stage, BATCH, dtype=dtype, **ADAM)
+    engine = start(settings | {"compression_training": SECTIONS | {"sparse_pruning": sparse}}, MLP())
+    torch.manual_seed(6)
+    kind = engine.module.first.weight.dtype
+    train(engine, [torch.randn(BATCH, WIDTH).to(kind) for _ in range(3)])
+    engine.save_checkpoint(str(mpi_tmp_path))
+    engine.eval()
+    x = torch.randn(4, WIDTH).to(kind)
+    with torch.no_grad():
+        before = engine(x)
+    engine.destroy()
+    path = mpi_tmp_path / "weights.h5"
+    if world.rank == 0:
+        words = ["export", str(mpi_tmp_path), str(path), "--quantized", "--dtype", "keep"]
+        result = CliRunner().invoke(ckpt, words)
+        assert result.exit_code == 0, result.output
+    world.comm.barrier()
+    rows = {row.name: row for row in packed_weights.rows(path)}
+    assert (rows["first.weight"].bits, rows["last.weight"].bits) == (5, 5)
+    assert rows["first.weight"].size_bytes == 24 * WIDTH * 5 // 8 + 4 * 8
+    plain = MLP().to(kind).eval()
+    plain.load_state_dict(packed_weights.load(path))
+    with torch.no_grad():
+        assert torch.equal(plain(x), before)
+    assert (plain.last.weight == 0).sum() >= 24 * WIDTH // 4
+    assert (plain.first.bias == 0).sum() == 12
+
+
+@pytest.mark.ranks(1)
+def test_a_run_without_compression_has_no_record(mpi_tmp_path):
+    engine = start(config(0, BATCH, **ADAM), MLP())
+    engine.save_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
+    words = ["export", str(mpi_tmp_path), str(mpi_tmp_path / "w.h5"), "--quantized"]
+    result = CliRunner().invoke(ckpt, words)
+    assert result.exit_code != 0
+    assert "had no compression_training" in result.output
+    result = CliRunner().invoke(ckpt, [*words[:2], str(mpi_tmp_path / "w.npz"), "--quantized"])
+    assert result.exit_code != 0
