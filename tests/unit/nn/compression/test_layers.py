@@ -93,16 +93,6 @@ def test_a_second_call_changes_nothing_and_other_settings_are_refused():
         init_compression(model, weights(bits=5))
 
 
-def test_a_period_of_0_steps_is_one_of_1():
-    """Where bits do not fall, scripts of DeepSpeedExamples have it."""
-    model = network()
-    given = weights(bits=8)
-    params = given["compression_training"]["weight_quantization"]["different_groups"]["wq"]["params"]
-    params["quantization_period"] = 0
-    init_compression(model, given)
-    assert {group.technique.period for group in compression_of(model).groups} == {1}
-
-
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,3 +302,13 @@ def test_a_fast_path_of_torch_is_not_taken():
         init_compression(model, weights(bits=3))
         assert not torch.allclose(model(x), plain)
     assert state_of(layer.self_attn.out_proj) is None  # its forward is never called
+
+
+def test_a_period_of_0_steps_is_one_of_1():
+    """Where bits do not fall, scripts of DeepSpeedExamples have it."""
+    model = network()
+    given = weights(bits=8)
+    params = given["compression_training"]["weight_quantization"]["different_groups"]["wq"]["params"]
+    params["quantization_period"] = 0
+    init_compression(model, given)
+    assert {group.technique.period for group in compression_of(model).groups} == {1}
