@@ -38,19 +38,26 @@ def values_of(config: Config) -> dict[str, Any]:
 def transform(model: nn.Module, setup: Setup) -> None:
     """Give layers their techniques, unless `init_compression` has done it.
 
+    An engine without optimizer leaves its model as it is: scripts have one for the teacher, with the same config.
+
     Collective over: the pipe axis.
 
     Raises:
         ConfigError: the groups of the config do not fit to the model, or to what it has already.
     """
     groups = read_groups(values_of(setup.plan.config))
-    if groups:
-        own = [name for name, _ in model.named_modules()]
-        names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
-        compression = compress(model, groups, elsewhere=names.difference(own))
-        for name in compression.layers.keys() - own:
-            del compression.layers[name]  # an expert that other ranks have, now that they are shared out
-        _mark_scores(model, compression)
+    if not groups:
+        return
+    if not setup.given.has_optimizer:
+        if compression_of(model) is None and setup.mesh.rank == 0:
+            log.info("an engine without optimizer compresses nothing; call init_compression(model, config) for it")
+        return
+    own = [name for name, _ in model.named_modules()]
+    names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
+    compression = compress(model, groups, elsewhere=names.difference(own))
+    for name in compression.layers.keys() - own:
+        del compression.layers[name]  # an expert that other ranks have, now that they are shared out
+    _mark_scores(model, compression)
 
 
 def _mark_scores(model: nn.Module, compression: Compression) -> None:
@@ -124,8 +131,7 @@ class Run:
             held = context.module.get_submodule(name)._buffers.get(RANGE)
             if held is not None:
                 held.data = held.data.float()  # in 16 bits a running mean would stand still
-        compression.progress.passes = context.parts.passes
-        context.parts.passes.is_watched = True
+        compression.progress.follow(context.parts.passes)
         self._show()
 
     def __call__(self, ctx: StepContext) -> None:
@@ -154,7 +160,7 @@ class Run:
 
     def end(self) -> None:
         """Follow no passes any more; the model may go on without the engine."""
-        self._compression.progress.passes = None
+        self._compression.progress.leave()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
