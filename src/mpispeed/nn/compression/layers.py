@@ -339,18 +339,23 @@ def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
 
 
 def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input without what the layers before lost, then quantized.
+    """The input, quantized, and without what the layers before lost.
 
     What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
     one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
     """
     state = _known(layer)
-    for source in state.follows:
-        if source.kept_outputs is not None:
-            kept = source.kept_outputs
-            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
-            x = copied_gradient(x, x.detach() * kept)
-    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
+    if ACTIVATIONS in state.active:
+        x = quantized_input(layer, x)
+    for kept in _kept_before(layer, state):
+        x = copied_gradient(x, x.detach() * (kept.view(-1, 1, 1) if form_of(layer) == "conv" else kept))
+    return x
+
+
+def _kept_before(layer: nn.Module, state: LayerState) -> list[Tensor]:
+    """Which of its inputs the layers before have kept, as far as they ran."""
+    kept = [source.kept_outputs for source in state.follows if source.kept_outputs is not None]
+    return kept if form_of(layer) == "conv" else [along_input(each, layer) for each in kept]
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
@@ -366,16 +371,18 @@ def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     if comm is not None:
         low, high = shared_range(x, comm, [-1]).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
-    images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
-    groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
+    is_conv = form_of(layer) == "conv"
+    groups = (x.shape[0] if x.dim() == 4 else 1) if is_conv else x.numel() // x.shape[-1]
     quantizer = replace(technique.quantizer, groups=groups)
-    if "head_pruning" not in state.active:
+    masks = _kept_before(layer, state)
+    if "head_pruning" in state.active:
+        weight = cast("Tensor", layer._parameters["weight"])
+        masks.append(spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1))
+    if not masks:
         return fake_quantize(x, technique.bits, quantizer)
-    # Heads that cleaning removes must not have a part in the ranges.
-    weight = cast("Tensor", layer._parameters["weight"])
-    columns = spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1)
-    kept = columns.nonzero().view(-1)
-    return x.index_copy(-1, kept, fake_quantize(x.index_select(-1, kept), technique.bits, quantizer))
+    # Inputs that cleaning removes must not have a part in the ranges.
+    dim, kept = -3 if is_conv else -1, torch.stack([mask != 0 for mask in masks]).all(0).nonzero().view(-1)
+    return x.index_copy(dim, kept, fake_quantize(x.index_select(dim, kept), technique.bits, quantizer))
 
 
 def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
