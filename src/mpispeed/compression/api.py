@@ -13,6 +13,7 @@ from mpispeed.compression.student import copy_layers
 from mpispeed.config.compress import LayerReduction
 from mpispeed.config.load import load
 from mpispeed.engine.agreement import configuring
+from mpispeed.engine.compression import values_of
 from mpispeed.nn.compression.model import Compression, compress, compression_of
 from mpispeed.nn.compression.techniques import read_groups
 from mpispeed.pipe.module import PipelineModule
@@ -47,7 +48,7 @@ def init_compression(
     inner, groups = _inner(model), read_groups(section)
     if isinstance(inner, PipelineModule):
         own, mesh = [name for name, _ in inner.named_modules()], inner.grid.mesh
-        everywhere = {name for stage in mesh["pipe"].gather_objects(own) for name in stage}
+        everywhere = {name for names in mesh["pipe"].gather_objects(own) for name in names}
         with configuring(mesh.world.comm):
             compress(inner, groups, elsewhere=everywhere.difference(own))
     else:
@@ -107,8 +108,7 @@ def read_section(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, Mapping) and "weight_quantization" in config and "compression_training" not in config:
         config = {"compression_training": config}
-    section: dict[str, Any] = load(config).config.compression_training.model_dump()
-    return section
+    return values_of(load(config).config)
 
 
 def _inner(model: nn.Module) -> nn.Module:
