@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import Kind, columns_of, initial_scores, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
 from mpispeed.nn.compression.slices import (
@@ -38,6 +38,7 @@ from mpispeed.nn.compression.techniques import (
     Technique,
     WeightQuantization,
 )
+from mpispeed.nn.tensor.linear import CutLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,25 +358,29 @@ def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input as its quantizer has it: by ranges of tokens or images, or by the running range."""
     state = _known(layer)
     technique = cast("ActivationQuantization", state.techniques[ACTIVATIONS])
-    comm = comm_of_input(layer)
-    if not x.numel() and comm is None:
+    if not x.numel() and comm_of_input(layer) is None:
         return x
     if technique.is_static:
         low, high = _running_range(layer, x, state).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
+    if "head_pruning" not in state.active:
+        return _quantized_rows(layer, x, technique)
+    # Heads that cleaning removes must not have a part in the ranges.
+    slices, weight = Slices.of(layer), cast("Tensor", layer._parameters["weight"])
+    width = (weight.shape if slices is None else slices.cut.shape)[1 - out_dim_of(layer)]
+    kept = along_input(columns_of(mask_of(layer, "head").detach(), width), layer).nonzero().view(-1)
+    return x.index_copy(-1, kept, _quantized_rows(layer, x.index_select(-1, kept), technique))
+
+
+def _quantized_rows(layer: nn.Module, x: Tensor, technique: ActivationQuantization) -> Tensor:
+    """Inputs quantized by the ranges of their tokens, or of their images."""
+    comm = comm_of_input(layer)
     if comm is not None:
         low, high = shared_range(x, comm, [-1]).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
     images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
     groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
-    quantizer = replace(technique.quantizer, groups=groups)
-    if "head_pruning" not in state.active:
-        return fake_quantize(x, technique.bits, quantizer)
-    # Heads that cleaning removes must not have a part in the ranges.
-    weight = cast("Tensor", layer._parameters["weight"])
-    columns = spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1)
-    kept = columns.nonzero().view(-1)
-    return x.index_copy(-1, kept, fake_quantize(x.index_select(-1, kept), technique.bits, quantizer))
+    return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
 
 
 def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
@@ -394,6 +399,13 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     if current is not None:
         state._ranges[current] = held.clone()
     return held
+
+
+def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The least and the greatest element of an input, [2]; of all slices, as these may have parts of it."""
+    if isinstance(layer, CutLayer) and layer.comm.size > 1:
+        return shared_range(x, layer.comm, range(x.dim())).view(2)
+    return torch.stack(x.detach().float().aminmax())
 
 
 def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -428,11 +440,3 @@ def shield() -> None:
 def _shielding(_: Pass) -> None:
     """Shield when a pass begins: only then compiled code runs, and a compiler has been loaded."""
     shield()
-
-
-def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
-    comm = comm_of_input(layer)
-    if comm is not None:
-        return shared_range(x, comm, range(x.dim())).view(2)
-    return torch.stack(x.detach().float().aminmax())
