@@ -153,8 +153,7 @@ class Run:
             held = context.module.get_submodule(name)._buffers.get(RANGE)
             if held is not None:
                 held.data = held.data.float()  # in 16 bits a running mean would stand still
-        compression.progress.passes = context.parts.passes
-        context.parts.passes.is_watched = True
+        compression.progress.follow(context.parts.passes)
         self._show()
 
     def __call__(self, ctx: StepContext) -> None:
@@ -183,7 +182,7 @@ class Run:
 
     def end(self) -> None:
         """Follow no passes any more; the model may go on without the engine."""
-        self._compression.progress.passes = None
+        self._compression.progress.leave()
 
     # -- state ------------------------------------------------------------------------------------------------------
 

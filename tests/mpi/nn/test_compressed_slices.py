@@ -57,6 +57,7 @@ CASES = {
     "sparse": [pruned("sparse", "l1", "blocks.0", "head", ratio=0.3), pruned("sparse", "topk", "blocks.1", ratio=0.3)],
     "rows": [pruned("row", "l1", "0.*(wo|mlp)"), pruned("row", "topk", "1.attention.wo", "1.mlp")],
     "rows and followers": [
+        inputs("mlp.2"),
         pruned("row", "l1", "0.mlp.0", related=(("0.mlp.2",),)),
         pruned("row", "topk", "1.mlp.0", related=(("1.mlp.2",),)),
     ],

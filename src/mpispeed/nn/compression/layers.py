@@ -8,6 +8,7 @@ sharded parameters are gathered. Outside of it `weight` is the parameter.
 from __future__ import annotations
 
 import copyreg
+import math
 import sys
 import zlib
 from dataclasses import dataclass, field, replace
@@ -340,18 +341,23 @@ def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
 
 
 def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input without what the layers before lost, then quantized.
+    """The input, quantized, and without what the layers before lost.
 
     What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
     one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
     """
     state = _known(layer)
-    for source in state.follows:
-        if source.kept_outputs is not None:
-            kept = source.kept_outputs
-            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
-            x = copied_gradient(x, x.detach() * kept)
-    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
+    if ACTIVATIONS in state.active:
+        x = quantized_input(layer, x)
+    for kept in _kept_before(layer, state):
+        x = copied_gradient(x, x.detach() * (kept.view(-1, 1, 1) if form_of(layer) == "conv" else kept))
+    return x
+
+
+def _kept_before(layer: nn.Module, state: LayerState) -> list[Tensor]:
+    """Which of its inputs the layers before have kept, as far as they ran."""
+    kept = [source.kept_outputs for source in state.follows if source.kept_outputs is not None]
+    return kept if form_of(layer) == "conv" else [along_input(each, layer) for each in kept]
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
@@ -363,13 +369,16 @@ def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     if technique.is_static:
         low, high = _running_range(layer, x, state).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
-    if "head_pruning" not in state.active:
+    masks = _kept_before(layer, state)
+    if "head_pruning" in state.active:
+        slices, weight = Slices.of(layer), cast("Tensor", layer._parameters["weight"])
+        width = (weight.shape if slices is None else slices.cut.shape)[1 - out_dim_of(layer)]
+        masks.append(along_input(columns_of(mask_of(layer, "head").detach(), width), layer))
+    if not masks:
         return _quantized_rows(layer, x, technique)
-    # Heads that cleaning removes must not have a part in the ranges.
-    slices, weight = Slices.of(layer), cast("Tensor", layer._parameters["weight"])
-    width = (weight.shape if slices is None else slices.cut.shape)[1 - out_dim_of(layer)]
-    kept = along_input(columns_of(mask_of(layer, "head").detach(), width), layer).nonzero().view(-1)
-    return x.index_copy(-1, kept, _quantized_rows(layer, x.index_select(-1, kept), technique))
+    # Inputs that cleaning removes must not have a part in the ranges.
+    dim, kept = -3 if form_of(layer) == "conv" else -1, torch.stack([mask != 0 for mask in masks]).all(0).nonzero()
+    return x.index_copy(dim, kept.view(-1), _quantized_rows(layer, x.index_select(dim, kept.view(-1)), technique))
 
 
 def _quantized_rows(layer: nn.Module, x: Tensor, technique: ActivationQuantization) -> Tensor:
@@ -378,8 +387,8 @@ def _quantized_rows(layer: nn.Module, x: Tensor, technique: ActivationQuantizati
     if comm is not None:
         low, high = shared_range(x, comm, [-1]).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
-    images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
-    groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
+    is_conv = form_of(layer) == "conv"
+    groups = (x.shape[0] if x.dim() == 4 else 1) if is_conv else math.prod(x.shape[:-1])
     return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
 
 
