@@ -26,6 +26,7 @@ from mpispeed.nn.compression.layers import LayerState, Progress, make_compressib
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
 from mpispeed.nn.compression.model import compress, compression_of, forget
+from mpispeed.nn.compression.slices import Slices
 from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Pruning, read_groups
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
         UsageError: the model is sliced, or its parameters are still sharded or on meta.
     """
     groups = read_groups(read_section(deepspeed_config))
+    for name, layer in model.named_modules():
+        if Slices.of(layer) is not None:
+            msg = (
+                f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and load its weights into an "
+                "unsliced model that init_compression made, or use mpispeed ckpt export --quantized"
+            )
+            raise UsageError(msg)
     if isinstance(model, Engine):
         model = _out_of(model)
     inner = getattr(model, "module", None)
@@ -160,9 +168,6 @@ class _Cleaning:
     def _check(self) -> None:
         for name, plan in self._plans.items():
             weight = plan.layer._parameters.get("weight")
-            if getattr(getattr(plan.layer, "comm", None), "size", 1) > 1:
-                msg = f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and clean an unsliced model"
-                raise UsageError(msg)
             if weight is not None and (
                 weight.is_meta or tuple(getattr(weight, "ds_shape", weight.shape)) != weight.shape
             ):
