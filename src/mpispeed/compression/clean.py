@@ -47,8 +47,8 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
     asymmetric quantizer), stay parameters with the quantized values. Quantization of activations stays as it is.
 
     With related modules rows, heads and channels go, and the attributes of layers with them; modules of attention above
-    the layers get their new number of heads. What lies between a layer and those that follow it has to turn zeros into
-    zeros (GELU, ReLU, dropout; batch norm that is named as related).
+    the layers get their new number of heads. What lies between a layer and those that follow it has to work on each
+    element alone (GELU, dropout), or be a batch norm that is named as related.
 
     Args:
         model: that `init_compression` or `initialize` compressed, or a new one into which `load_state_dict` put the
@@ -126,7 +126,11 @@ class _Cleaning:
     def __init__(self, model: nn.Module, compression: Compression) -> None:
         modules = dict(model.named_modules())
         self._model, self._modules = model, modules
-        self._plans = {name: _Plan(modules[name], state) for name, state in compression.layers.items()}
+        states = dict(compression.layers)
+        for state in compression.layers.values():
+            for name in (name for names in state.related.values() for name in names):
+                states.setdefault(name, LayerState(name, Progress()))  # shrinks only
+        self._plans = {name: _Plan(modules[name], state) for name, state in states.items()}
         self.packed = self.shrunk = self.bytes_before = self.bytes_after = 0
 
     def __str__(self) -> str:
@@ -224,12 +228,12 @@ class _Cleaning:
         _strip(layer, state)
         if weight is not None and values is not None and values is not weight:
             layer._parameters["weight"] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        if packed is not None:
-            pack_weight(layer, packed)
-            self.packed += 1
         if plan.keep_in is not None or plan.keep_out is not None:
             _resize(plan)
             self.shrunk += 1
+        if packed is not None:
+            pack_weight(layer, packed)
+            self.packed += 1
         self.bytes_after += _held_bytes(layer)
 
 
