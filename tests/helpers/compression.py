@@ -38,6 +38,12 @@ SPARSE = {"sparse_pruning": technique(["attention"], {"dense_ratio": 0.5}, metho
 ROWS = {"row_pruning": technique([r"mlp\.0"], {"dense_ratio": 0.5}, [[r"mlp\.2"]], method="topk")}
 HEADS = {"head_pruning": technique([r"attention\.out"], {"dense_ratio": 0.5}, method="topk", num_heads=2)}
 ALL = IN_FORWARD | DYNAMIC | SPARSE | ROWS | HEADS
+IN_PAIRS = {
+    **bits(8, 8, quantize_weight_in_forward=True),
+    "activation_quantization": technique([r"attention\.", r"mlp\.\d$"], {"bits": 8}, range_calibration="static"),
+    "row_pruning": technique([r"mlp\.0$"], {"dense_ratio": 0.5}, [[r"mlp\.2$"]], method="topk"),
+}
+"""In the table of all pairs of features."""
 
 
 def settings(section: dict[str, Any], stage: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:

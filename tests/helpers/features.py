@@ -18,8 +18,9 @@ from torch import nn
 
 import mpispeed
 from mpispeed.moe import MoE
+from tests.helpers.compression import IN_PAIRS
 from tests.helpers.feature_models import Whole
-from tests.helpers.features_of_data import TEXTS, drops_layers, drops_tokens, grows, is_sampled, recomputed
+from tests.helpers.features_of_data import TEXTS, compresses, drops_layers, drops_tokens, grows, is_sampled, recomputed
 from tests.helpers.index_files import metric
 from tests.helpers.pipes import gpt_layers
 
@@ -212,10 +213,11 @@ def _save_weights(run: Run) -> None:
 
 
 def _whole_file(run: Run) -> bool:
-    """The file has the whole model."""
+    """The file has the whole model; that of a compressed one has scores and ranges, too."""
     shapes = sorted(tuple(param.shape) for param in Whole(ep_size=int("experts" in run.names)).parameters())
     found = torch.load(run.folder / "weights.bin", weights_only=True)
-    return sorted(tuple(value.shape) for value in found.values()) == shapes
+    own = [value for name, value in found.items() if not name.endswith(("_scores", "_range"))]
+    return sorted(tuple(value.shape) for value in own) == shapes
 
 
 def _in_nodes(run: Run) -> bool:
@@ -352,6 +354,8 @@ FEATURES: tuple[Feature, ...] = (
                 "schedule_config": {"require_steps": 4, "seq_per_step": 2}}}}}),
         keeps=FINAL,
     ),
+    Feature("compression", ("compress", "quantiz", "prun"), compresses, put("compression_training", IN_PAIRS),
+            keeps=FINAL, is_rounding=True),
     Feature("checkpoint", ("checkpoint",), lambda run: bool(run.loaded), saves=True),
     Feature("async save", ("async_save", "background"), lambda run: bool(run.loaded),
             put("checkpoint.async_save", True), saves=True),

@@ -76,3 +76,12 @@ def drops_tokens(run: Run) -> bool:
     lengths = [each.length for name, each in blocks.items() if name == first]
     seen = {4} if "progressive layer drop" not in run.names else {0, 2, 4}  # it may have been left out then
     return run.engine.random_ltd_scheduler.get_current_seq() == 4 and seen >= set(lengths)
+
+
+def compresses(run: Run) -> bool:
+    """Weights of this rank's blocks are rounded and rows pruned, and training passes saw the ranges of inputs."""
+    layers = run.engine.compression.layers
+    ranges = [buffer for name, buffer in run.engine.module.named_buffers() if name.endswith("activation_range")]
+    rounding = [state for state in layers.values() if "activation_quantization" in state.active]
+    is_seen = len(rounding) == len(ranges) > 0 and all(bool(each.isfinite().all()) for each in ranges)
+    return is_seen and all("weight_quantization" in state.active and state.bits == 8 for state in layers.values())

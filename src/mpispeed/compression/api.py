@@ -12,6 +12,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compression.student import copy_layers
 from mpispeed.config.compress import LayerReduction
 from mpispeed.config.load import load
+from mpispeed.engine.compression import values_of
 from mpispeed.nn.compression.model import Compression, compress, compression_of
 from mpispeed.nn.compression.techniques import read_groups
 
@@ -97,8 +98,7 @@ def read_section(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, Mapping) and "weight_quantization" in config and "compression_training" not in config:
         config = {"compression_training": config}
-    section: dict[str, Any] = load(config).config.compression_training.model_dump()
-    return section
+    return values_of(load(config).config)
 
 
 def _inner(model: nn.Module) -> nn.Module:

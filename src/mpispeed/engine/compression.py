@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base.distinct import distinct_over, mark_distinct
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks, Setup
@@ -13,6 +14,7 @@ from mpispeed.nn.compression import Compression, LayerState, compress, compressi
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
 from mpispeed.nn.compression.layers import RANGE
 from mpispeed.nn.compression.record import record_of
+from mpispeed.optim.expert_groups import is_moe_param
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,13 +48,41 @@ def transform(model: nn.Module, setup: Setup) -> None:
     groups = read_groups(values_of(setup.plan.config))
     if not groups:
         return
-    if not setup.given.has_optimizer:
-        if compression_of(model) is None and setup.mesh.rank == 0:
+    if not setup.given.has_optimizer and compression_of(model) is None:
+        if setup.mesh.rank == 0:
             log.info("an engine without optimizer compresses nothing; call init_compression(model, config) for it")
         return
     own = [name for name, _ in model.named_modules()]
     names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
-    compress(model, groups, elsewhere=names.difference(own))
+    compression = compress(model, groups, elsewhere=names.difference(own))
+    for name in compression.layers.keys() - own:
+        del compression.layers[name]  # an expert that other ranks have, now that they are shared out
+    _mark_scores(model, compression)
+
+
+def _mark_scores(model: nn.Module, compression: Compression) -> None:
+    """Let scores belong to the ranks that have the weights: those of an expert are not in the means of all ranks.
+
+    Raises:
+        ConfigError: a mask or range, which is one for all data ranks, is in a layer that differs between them.
+    """
+    for name in compression.layers:
+        layer = model.get_submodule(name)
+        weight = layer._parameters.get("weight")
+        if weight is None or (distinct_over(weight) == 1 and not is_moe_param(weight)):
+            continue
+        scores = [param for key, param in layer._parameters.items() if param is not None and key.endswith("_scores")]
+        for each in scores if is_moe_param(weight) else ():
+            vars(each).update(allreduce=False, group_name=getattr(weight, "group_name", None))
+        ranks = distinct_over(weight)
+        held = next((key for key in layer._buffers if key == RANGE or key.endswith("_mask")), None)
+        if ranks > 1 and held is not None:
+            msg = (
+                f"compression_training: layer {name} differs between {ranks} data ranks, as experts do, and its {held} "
+                "would be kept equal on all of them; use range_calibration dynamic and method topk for such layers"
+            )
+            raise ConfigError(msg)
+        mark_distinct(scores, ranks)
 
 
 def attach(context: Context) -> Hooks:
@@ -101,8 +131,7 @@ class Run:
             held = context.module.get_submodule(name)._buffers.get(RANGE)
             if held is not None:
                 held.data = held.data.float()  # in 16 bits a running mean would stand still
-        compression.progress.passes = context.parts.passes
-        context.parts.passes.is_watched = True
+        compression.progress.follow(context.parts.passes)
         self._show()
 
     def __call__(self, ctx: StepContext) -> None:
@@ -131,7 +160,7 @@ class Run:
 
     def end(self) -> None:
         """Follow no passes any more; the model may go on without the engine."""
-        self._compression.progress.passes = None
+        self._compression.progress.leave()
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpispeed
 from mpispeed import checkpointing
 from mpispeed.base.errors import ConfigError
+from mpispeed.compression import init_compression
+from mpispeed.moe import MoE
 from mpispeed.nn.compression import Quantizer, compression_of, fake_quantize
 from mpispeed.pipe import LayerSpec, PipelineModule
 from tests.helpers import compression as given
@@ -172,3 +176,64 @@ def test_what_cannot_be_is_refused_on_all_ranks(tmp_path_factory):
     engine.save_checkpoint(folder)
     engine.destroy()
     assert compression_of(engine.module).progress.passes is None
+
+
+class Mixture(nn.Module):
+    """Two experts, one on each of two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, expert = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.moe = MoE(6, expert, num_experts=2, ep_size=2, k=1, drop_tokens=False)
+
+    def forward(self, x):
+        return self.moe(self.first(x))[0].square().mean()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("is_early", [True, False])
+def test_scores_of_experts_belong_to_them(is_early):
+    """Ranks with the same expert agree on its scores, and others have their own."""
+    rows = {"row_pruning": given.technique([r"experts.*\.0$"], {"dense_ratio": 0.5}, method="topk")}
+    torch.manual_seed(3)
+    net, section = Mixture(), settings(rows | bits(8, 8, modules=["experts"], quantize_weight_in_forward=True), 1)
+    if is_early:
+        init_compression(net, section)
+    engine = start(section, net)
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    train(engine, [x.repeat(2, 1)] * 3)
+    ((name, scores),) = [each for each in engine.module.named_parameters() if each[0].endswith("row_scores")]
+    everyone = engine.mesh["data"].gather_objects(scores.tolist())
+    engine.destroy()
+    assert all(everyone[rank] == everyone[rank % 2] for rank in range(len(everyone)))
+    assert everyone[0] != everyone[1], name
+
+
+@pytest.mark.ranks(2)
+def test_masks_and_ranges_of_experts_are_refused():
+    for section in (
+        {"activation_quantization": given.technique(["experts"], {"bits": 8}, range_calibration="static")},
+        {"sparse_pruning": given.technique(["experts"], {"dense_ratio": 0.5}, method="l1")},
+    ):
+        with pytest.raises(ConfigError, match=r"moe\S* differs between 2 data ranks, as experts do"):
+            start(settings(section), Mixture())
+
+
+@pytest.mark.ranks(1, 2)
+def test_curvature_makes_periods_longer_until_the_last_bit_has_fallen():
+    """Of the block with the largest eigenvalue by 5; of the other by 1 + floor(4 x)."""
+    curved = {"enabled": True, "layer_name": "blocks", "max_iter": 4}
+    engine = start(settings(bits(6, 4, 1), 1, bf16={"enabled": True}, eigenvalue=curved), model())
+    eigenvalues, fallen = engine.eigenvalues, {}
+    for step, batch in enumerate(batches(12), 1):
+        with sdpa_kernel(SDPBackend.MATH):
+            train(engine, [batch])
+        if step == 1:
+            factors = [1 + int(4 * value) for value in eigenvalues.values]
+        for name, state in engine.compression.layers.items():
+            fallen.setdefault((name, state.bits), step)
+    assert max(factors) == 5
+    for name in engine.compression.layers:
+        assert fallen[name, 5] == 1 and fallen[name, 4] == 2 * factors[int(name.split(".")[1])]
+    assert not eigenvalues.is_needed()
+    engine.destroy()

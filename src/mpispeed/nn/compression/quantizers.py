@@ -105,8 +105,8 @@ class _Rows:
         self.values = x.float().reshape(groups, -1)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        low, high = self.values.aminmax(dim=1, keepdim=True)
-        return low, high
+        # Along a dim, torch's aminmax takes several times as long as both.
+        return self.values.amin(1, keepdim=True), self.values.amax(1, keepdim=True)
 
     def mean(self, x: Tensor) -> Tensor:
         return x.mean(1, keepdim=True)
@@ -221,7 +221,8 @@ def _grid(low: Tensor, high: Tensor, bits: int, kind: str) -> tuple[Tensor, Tens
 
 def _rounded(rows: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, noise: Tensor | None) -> Tensor:
     """Codes, as floats. Those of a row with scale 0 are 0."""
-    codes = (rows if offsets is None else rows - offsets) / torch.where(scales == 0, 1.0, scales)
+    steps = torch.where(scales == 0, 1.0, scales)
+    codes = rows / steps if offsets is None else (rows - offsets).div_(steps)
     if noise is not None:
         codes += noise
     codes.round_()
@@ -231,15 +232,16 @@ def _rounded(rows: Tensor, scales: Tensor, offsets: Tensor | None, bits: int, no
 
 
 def _values(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    values = codes * scales
+    """Values, in the place of codes that are floats."""
+    values = codes.mul_(scales)
     return values if offsets is None else values.add_(offsets)
 
 
 def _ternary(grouped: Grouped) -> tuple[Tensor, Tensor, None]:
     magnitudes = grouped.values.abs()
-    far = magnitudes > _THRESHOLD * grouped.mean(magnitudes)
-    scales = grouped.total(magnitudes * far) / grouped.total(far.float()).clamp_(min=1)
-    return grouped.values.sign() * far, scales, None
+    far = (magnitudes > _THRESHOLD * grouped.mean(magnitudes)).float()
+    scales = grouped.total(magnitudes.mul_(far)) / grouped.total(far).clamp_(min=1)
+    return grouped.values.sign().mul_(far), scales, None
 
 
 def noise_of(shape: torch.Size, key: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ Read from the section `compression_training` of a config, as plain dicts with al
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from mpispeed.base.errors import ConfigError
@@ -153,18 +153,10 @@ def read_groups(section: Mapping[str, Any]) -> list[Group]:
 
 def _weights(method: str, values: Mapping[str, Any], path: str, name: str) -> Technique:
     start, target = values["start_bits"], values["target_bits"]
-    here = f"{path}.different_groups.{name}.params"
-    if start < target:
-        msg = f"{here}.start_bits: {start} is below target_bits {target}; bits only fall"
-        raise ConfigError(msg)
     quantizer = Quantizer(values["quantization_type"], values["rounding"], values["quantize_groups"])
     in_forward = values["quantize_weight_in_forward"]
-    for key, bits in (("start_bits", start), ("target_bits", target)):
-        # The numbers in between are no more demanding than these two.
-        _check_bits(f"{here}.{key}", bits, Quantizer(quantizer.kind, quantizer.rounding))
-    if values.get("quantizer_kernel") and target <= 2:
-        msg = f"{here}.target_bits: {target} with quantizer_kernel, which has no fewer than 3; set that to false"
-        raise ConfigError(msg)
+    for key, bits in (("target_bits", target), *(() if in_forward else (("start_bits", start),))):
+        _check_bits(f"{path}.different_groups.{name}.params.{key}", bits, replace(quantizer, groups=1))
     mixed = values.get("fp16_mixed_quantize") or {}
     ratio = mixed["quantize_change_ratio"] if mixed.get("enabled") else None
     verbose = values.get("quantize_verbose", False)

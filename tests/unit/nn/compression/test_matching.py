@@ -113,15 +113,15 @@ def test_related_modules_are_paired_in_the_order_of_layers():
         ),
         (
             "weight_quantization",
-            {"a": {"params": {"start_bits": 4, "target_bits": 8}}},
+            {"a": {"params": {"start_bits": 40, "target_bits": 32}}},
             {},
-            "params.start_bits: 4 is below target_bits 8",
+            "params.target_bits: 32 bits; use 1 to 16",
         ),
         (
             "weight_quantization",
             {"a": {"params": {"start_bits": 4, "target_bits": 2}}},
             {"quantization_type": "asymmetric"},
-            "params.target_bits: 2 bits, asymmetric and nearest; up to 2 bits are symmetric and nearest only",
+            "params.target_bits: 2 with asymmetric values and nearest rounding; 1 and 2 bits are symmetric",
         ),
         (
             "weight_quantization",
