@@ -468,7 +468,7 @@ def _forecast(features: tuple[Feature, ...], stage: int) -> Outcome:
         config = Path(scratch) / "ds.json"
         config.write_text(json.dumps(settings))
         model = "WholeWithExperts" if any(feature.name == "experts" for feature in features) else "Whole"
-        words = [str(config), "-n", "4", "--model", f"{rows.__name__}:{model}", "--memory", "1e12", "--json"]
+        words = [str(config), "-n", "4", "--model", f"{Whole.__module__}:{model}", "--memory", "1e12", "--json"]
         words += ["--zero-init"] if any(feature.name == "zero.Init" for feature in features) else []
         done = CliRunner().invoke(plan, words)
     try:
