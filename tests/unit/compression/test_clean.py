@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import sys
 
 import pytest
 import torch
@@ -274,3 +275,26 @@ def test_other_settings_and_missing_values_are_refused():
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(UsageError, match="no values on this rank"):
         redundancy_clean(model, config(weights(8, "0")))
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_torchao(kind):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    settings = config(weights(4, "dense", groups=4, kind=kind), rows())
+    model = init_compression(bert(), settings)
+    with torch.no_grad():
+        before = model(TOKENS).logits
+        redundancy_clean(model, settings, form="torchao")
+        torch.testing.assert_close(model(TOKENS).logits, before, atol=1e-5, rtol=1e-5)
+    assert isinstance(model.bert.encoder.layer[0].intermediate.dense.weight, torchao.IntxUnpackedToInt8Tensor)
+
+
+def test_torchao_that_is_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"needs torchao 0\.18 or later"):
+        redundancy_clean(model, config(weights(8, "0")), form="torchao")
+    assert packed_weight(model[0]) is None
+    assert compression_of(model) is None
