@@ -168,6 +168,9 @@ def test_stages_of_a_pipeline_compress_their_own_layers():
 def test_what_cannot_be_is_refused_on_all_ranks(tmp_path_factory):
     with pytest.raises(ConfigError, match=r"weight_quantization.different_groups.g.modules: 'encoder' matches no"):
         start(settings(bits(8, 8, modules=["encoder"], quantize_weight_in_forward=True)), model())
+    net = model()
+    with pytest.raises(ConfigError, match=r"mlp.0.row_scores would not be trained: the parameters that initialize"):
+        start(settings(given.ROWS), net, model_parameters=list(net.parameters()))
     folder = mpispeed.init_distributed().comm.share(str(tmp_path_factory.mktemp("saved")))
     engine = start(settings(bits(8, 4), bf16={"enabled": True}), model())
     feature = engine.mpispeed.parts.features._rows["compression_training"][1]
