@@ -6,7 +6,7 @@ The task, `tests/helpers/entailment.py`, is to tell whether a sentence follows f
 noise. A BERT of 4 layers, 64 wide, is trained from random weights. Then each technique is applied, at the settings of
 DeepSpeedExamples' scripts, and the model is trained on with it, with less steps and a smaller learning rate. `full` is
 trained on for as many steps without compression: it is what all others are compared with. Accuracies are those on held
-out examples, whose sentences are in no training example.
+out examples, whose pairs of sentences are in no training example. Fewer layers learn from the full model, for longer.
 
 One rank, one thread: about two minutes for the model of each seed, and half a minute for a technique.
 """
@@ -14,6 +14,7 @@ One rank, one thread: about two minutes for the model of each seed, and half a m
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -25,7 +26,8 @@ import transformers
 from torch import nn
 
 import mpispeed
-from mpispeed.compression import init_compression
+from mpispeed.compression import DistillationLoss, Teacher, init_compression
+from mpispeed.nn.compression import compression_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import peers
@@ -37,7 +39,14 @@ BATCH, HELD_OUT = 64, 6000
 HEADS = 4
 GROUPS = 16  # scales of a weight of 64 x 64, so many weights have one as BERT's of 768 x 768 in 64 groups have rows
 FULL = "full"
-NAMES = (FULL, *TECHNIQUES, *EXTREME)
+LAYERS = "layers, 2 of 4 kept"
+KEPT_LAYERS = [1, 3]
+REDUCTION = {
+    "enabled": True, "keep_number_layer": 2, "module_name_prefix": "bert.encoder.layer", "teacher_layer": KEPT_LAYERS,
+    "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
+}  # fmt: skip
+LONGER = 3  # times as many steps for fewer layers; the scripts have 18 epochs instead of 2
+NAMES = (FULL, *TECHNIQUES, LAYERS, *EXTREME)
 
 
 def bert(layers: int = 4) -> nn.Module:
@@ -45,7 +54,7 @@ def bert(layers: int = 4) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
         intermediate_size=256, max_position_embeddings=16, num_labels=3, initializer_range=0.05,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
 
@@ -61,12 +70,17 @@ def settings(steps: int, rate: float) -> dict[str, Any]:
     }
 
 
-def train(model: nn.Module, config: dict[str, Any], examples: Pairs) -> None:
-    """One pass over the examples, in place."""
+def train(model: nn.Module, config: dict[str, Any], examples: Pairs, teacher: nn.Module | None = None) -> None:
+    """One pass over the examples, in place; with a teacher its outputs are learned, else the labels."""
+    lesson = Teacher(teacher) if teacher is not None else None
+    distance = DistillationLoss(logits=1.0, hidden=1.0, attention=1.0, teacher_layers=KEPT_LAYERS)
+    more = {"output_hidden_states": True, "output_attentions": True} if lesson else {}
     engine, *_ = mpispeed.initialize(model=model, config=config)
     engine.train()
     for batch in examples.batches(BATCH):
-        engine.backward(engine(**batch).loss)
+        found = engine(**batch, **more)
+        loss = found.loss if lesson is None else distance(found, lesson(**batch, **more), batch["attention_mask"])
+        engine.backward(loss)
         engine.step()
     engine.destroy()
 
@@ -84,17 +98,25 @@ def accuracy(model: nn.Module, examples: Pairs) -> float:
 def compressed(name: str, weights: dict[str, torch.Tensor], options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train on with a technique; the record of it."""
     torch.manual_seed(seed)
-    model = bert()
-    model.load_state_dict(weights)
-    config = settings(options.more_steps, options.more_rate)
-    if name != FULL:
-        config["compression_training"] = section_of(name, options.more_steps, HEADS, GROUPS)
-        init_compression(model, config)
+    teacher, model, steps = None, bert(len(KEPT_LAYERS) if name == LAYERS else 4), options.more_steps
+    if name == LAYERS:
+        teacher, steps = bert(), LONGER * options.more_steps
+    (teacher or model).load_state_dict(weights)
+    config = settings(steps, options.more_rate)
+    if name == LAYERS:
+        config["compression_training"] = {"layer_reduction": REDUCTION}
+    elif name != FULL:
+        config["compression_training"] = section_of(name, steps, HEADS, GROUPS)
+    init_compression(model, config, teacher_model=teacher)
     held_out = make_pairs(HELD_OUT, 1, held_out=True)
+    at_once = copy.deepcopy(model)
+    if name not in (FULL, LAYERS):
+        compression_of(at_once).set_step(steps)
     began = time.process_time()
-    train(model, config, make_pairs(options.more_steps * BATCH, 1000 + seed))
+    train(model, config, make_pairs(steps * BATCH, 1000 + seed), teacher)
     seconds = time.process_time() - began
-    return {"seed": seed, "accuracy": accuracy(model, held_out), "cpu_seconds": round(seconds, 1)}
+    found = {"accuracy": accuracy(model, held_out), "at_once": accuracy(at_once, held_out)}
+    return {"seed": seed, **found, "cpu_seconds": round(seconds, 1)}
 
 
 def base(options: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
@@ -116,9 +138,11 @@ def compare(results: dict[str, dict[str, Any]]) -> None:
     for name, found in results.items():
         differences = [run["accuracy"] - full[run["seed"]] for run in found["runs"] if run["seed"] in full]
         if differences:
-            found["accuracy"] = statistics.mean(run["accuracy"] for run in found["runs"])
+            for key in ("accuracy", "at_once"):
+                found[key] = statistics.mean(run[key] for run in found["runs"])
             found["difference"] = statistics.mean(differences)
-            print(f"{name:42s} {found['accuracy']:6.2f} %  {found['difference']:+.2f}", flush=True)
+            line = f"{name:42s} {found['accuracy']:6.2f} %  {found['difference']:+.2f}"
+            print(f"{line}   without training on {found['at_once']:.2f} %", flush=True)
 
 
 def main() -> None:

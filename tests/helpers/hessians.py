@@ -60,3 +60,11 @@ def largest(model: Scored, data: tuple[torch.Tensor, torch.Tensor]) -> list[floa
         values = torch.linalg.eigvalsh(dense(model(*data), list(block.parameters())).double())
         found.append(float(values[values.abs().argmax()]))
     return found
+
+
+class Attended(nn.Module):
+    """A layer that attends over samples, by torch's function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x[None, None]
+        return nn.functional.scaled_dot_product_attention(wide, wide, wide)[0, 0]

@@ -73,7 +73,10 @@ SERVED: dict[str, dict[str, str]] = {
     "comm.comm": _COMM,
     "compression": {"mpispeed.compression": "*"},
     "compression.compress": {"mpispeed.compression": "init_compression redundancy_clean student_initialization"},
-    "compression.helper": {"mpispeed.compression": "convert_conv1d_to_linear"},
+    "compression.helper": {
+        "mpispeed.compression": "convert_conv1d_to_linear",
+        "mpispeed.compat.submodules": "recursive_getattr recursive_setattr",
+    },
     "compression.scheduler": {"mpispeed.compression": "compression_scheduler"},
     "elasticity": {"mpispeed.elasticity": "*"},
     "elasticity.elasticity": {"mpispeed.elasticity": "*"},

@@ -108,9 +108,9 @@ class SparseShared(Section):
     enabled: bool = Field(False, description="Prune single weights.")
     method: Literal["l1", "topk", "snip_momentum"] = Field("l1", description="How weights are chosen.")
     schedule_offset: Natural = Field(1000, description="First step.")
-    block_pattern: str = Field("4x1", description="snip_momentum: shape of a block.")
+    block_pattern: str = Field("4x1", description="snip_momentum: NxM outputs by inputs, or N:M, N of M inputs go.")
     dense_ratio: Ratio = Field(0.1, description="snip_momentum: part that is kept.")
-    schedule_offset_stride: Positive = Field(1, description="snip_momentum: steps between two prunings.")
+    schedule_offset_stride: Positive = Field(1, description="snip_momentum: steps from one pruning to the next.")
     excluded_modules: Names = Field([], description="snip_momentum: modules left alone.")
     schedule_offset_end: Natural | None = Field(None, description="snip_momentum: last step; null is the first.")
 

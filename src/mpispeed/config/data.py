@@ -179,12 +179,15 @@ class Eigenvalue(Section):
     enabled: bool = Field(
         False,
         description="Compute eigenvalues, for monitors; where bits of weights fall, they slow their fall. Needs "
-        "engine.backward(loss), and a model without pipeline and slices whose operators have second derivatives.",
+        "engine.backward(loss) or a pipeline, no slices, and operators that have second derivatives.",
     )
     verbose: bool = Field(False, description="Log the eigenvalues.")
     max_iter: Positive = Field(100, description="Most iterations for one block.")
     tol: NonNegative = Field(1e-2, description="Relative change of an eigenvalue at which its iteration ends.")
     stability: NonNegative = Field(1e-6, description="Added to the norm of a vector before it is divided.")
     gas_boundary_resolution: Positive = Field(1, description="Optimizer steps from one computation to the next.")
-    layer_name: str = Field("bert.encoder.layer", description="Name of the model's list of blocks.")
-    layer_num: Natural = Field(0, description="Number of blocks, from the first; 0: all of the list.")
+    layer_name: str = Field(
+        "bert.encoder.layer",
+        description="Name of the model's list of blocks; of a pipeline a pattern of the class names of its blocks.",
+    )
+    layer_num: Natural = Field(0, description="Number of blocks, from the first; 0: all of them.")

@@ -113,7 +113,9 @@ def initialize(
     loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    setup = Setup(None, plan, mesh, Given(training_data, collate_fn, mpu, loaded.warnings))
+    has_optimizer = optimizer is not None or plan.optimizer_name is not None
+    given = Given(training_data, collate_fn, mpu, loaded.warnings, has_optimizer)
+    setup = Setup(None, plan, mesh, given)
     _transform(model, setup)
     engine = _make_engine(assemble(setup, model, optimizer, model_parameters, lr_scheduler), model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -40,20 +40,27 @@ def values_of(config: Config) -> dict[str, Any]:
 def transform(model: nn.Module, setup: Setup) -> None:
     """Give layers their techniques, unless `init_compression` has done it.
 
+    An engine without optimizer leaves its model as it is: scripts have one for the teacher, with the same config.
+
     Collective over: the pipe axis.
 
     Raises:
         ConfigError: the groups of the config do not fit to the model, or to what it has already.
     """
     groups = read_groups(values_of(setup.plan.config))
-    if groups:
-        own = [name for name, _ in model.named_modules()]
-        names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
-        compression = compress(model, groups, elsewhere=names.difference(own))
-        for name in compression.layers.keys() - own:
-            del compression.layers[name]  # an expert that other ranks have, now that they are shared out
-        _refuse_slices(model, compression)
-        _mark_scores(model, compression)
+    if not groups:
+        return
+    if not setup.given.has_optimizer:
+        if compression_of(model) is None and setup.mesh.rank == 0:
+            log.info("an engine without optimizer compresses nothing; call init_compression(model, config) for it")
+        return
+    own = [name for name, _ in model.named_modules()]
+    names = {name for stage in setup.mesh["pipe"].gather_objects(own) for name in stage}
+    compression = compress(model, groups, elsewhere=names.difference(own))
+    for name in compression.layers.keys() - own:
+        del compression.layers[name]  # an expert that other ranks have, now that they are shared out
+    _refuse_slices(model, compression)
+    _mark_scores(model, compression)
 
 
 def _refuse_slices(model: nn.Module, compression: Compression) -> None:

@@ -45,6 +45,8 @@ SLOT = "pruning_score"
 _METHOD = "snip_momentum"
 _SHARED = "compression_training.sparse_pruning.shared_parameters"
 _NAMES_SHOWN = 5
+_PIECE = 1 << 22
+"""Elements that are worked on at once, to bound what is in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class Target:
     entry: Entry
     mask: torch.Tensor  # bool, as the weight
     out_dim: int
+
+    def kept(self, pattern: Pattern) -> torch.Tensor:
+        """The mask by groups. Shapes: [groups, weights]."""
+        return pattern.grouped(self.mask, self.out_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,31 @@ class Pruned:
 
 @dataclass(slots=True)
 class _Choice:
-    """Groups of one weight while the threshold is looked for. Shapes: [groups], kept and doomed [groups, weights]."""
+    """Groups of one weight while the threshold is looked for.
+
+    Shapes: ranks [groups]; doomed, the weights that go with their group, [groups, weights] or [1, 1].
+    """
 
     target: Target
     ranks: torch.Tensor
-    kept: torch.Tensor
     doomed: torch.Tensor
+
+    @classmethod
+    def of(cls, pattern: Pattern, target: Target, scores: torch.Tensor) -> _Choice:
+        """Look at the scores of one weight. Shapes: scores [elements]."""
+        grouped = pattern.grouped(scores.view(target.entry.shape), target.out_dim)
+        doomed = pattern.doomed(grouped)
+        is_gone = ~target.kept(pattern).all(1).to(scores.device)
+        salt = zlib.crc32(target.entry.name.encode())
+        total = torch.where(doomed, grouped, 0).sum(1)
+        return cls(target, ranks_of(total, is_gone, salt, pattern.most_groups), doomed)
+
+    def prune(self, pattern: Pattern, last: int) -> None:
+        """Take away the groups up to a rank; those that are gone lose nothing more."""
+        kept = self.target.kept(pattern)
+        goes = (self.ranks <= last).to(kept.device) & kept.all(1)
+        kept = kept & ~(self.doomed.to(kept.device) & goes.unsqueeze(1))
+        self.target.mask.copy_(pattern.ungrouped(kept, self.target.entry.shape, self.target.out_dim))
 
 
 def attach(context: Context) -> Hooks | None:
@@ -114,9 +139,6 @@ def _pruned(context: Context, group: Group) -> Pruned:
     technique = cast("Pruning", group.technique)
     pattern, last = Pattern.parse(technique.block_pattern), technique.offset_end
     last = technique.offset if last is None else last
-    if last < technique.offset:
-        msg = f"{_SHARED}.schedule_offset_end: {last} is before schedule_offset {technique.offset}; make it no less"
-        raise ConfigError(msg)
     least = 1 - pattern.most
     if Fraction(repr(technique.dense_ratio)) < least:
         msg = (
@@ -192,8 +214,10 @@ class BlockPruning:
 
     def _add(self, multiplier: float, unit: Unit, span: Span, masters: torch.Tensor, gradients: torch.Tensor) -> None:
         """Add to the scores of a range. One operation at a time, so that no cut changes how it is rounded."""
-        seen = (masters * gradients.to(masters.dtype)).abs_().mul_(multiplier)
-        self._own(unit)[span.slice].mul_(DECAY).add_(seen)
+        parts = (each.split(_PIECE) for each in (self._own(unit)[span.slice], masters, gradients))
+        for scores, weights, slopes in zip(*parts, strict=True):
+            seen = (weights * slopes.to(weights.dtype)).abs_().mul_(multiplier)
+            scores.mul_(DECAY).add_(seen)
 
     def _own(self, unit: Unit) -> torch.Tensor:
         return cast("StateStore", self._scores).of(unit)[SLOT]
@@ -205,16 +229,14 @@ class BlockPruning:
         for unit, targets in group.by_unit():
             scores, partial_over = self._whole(unit), mesh[unit.states.partial]
             for target in targets:
-                choice = _choice(group.pattern, target, scores[target.entry.span.slice])
+                choice = _Choice.of(group.pattern, target, scores[target.entry.span.slice])
                 choices.append(choice)
                 if sharing is None or sharing.is_counted(unit):
                     counted.append(choice.ranks[partial_over.rank :: partial_over.size])
         sparsity, everyone = group.ramp.sparsity(step), mesh[mesh.topology.names]
         last = rank_at(counted, sparsity / group.pattern.most, everyone.all_reduce)
         for choice in choices:
-            kept = choice.kept & ~(choice.doomed & (choice.ranks <= last).unsqueeze(1))
-            target = choice.target
-            target.mask.copy_(group.pattern.ungrouped(kept, target.entry.shape, target.out_dim))
+            choice.prune(group.pattern, last)
         if self._context.parts.buffers is not None:
             self._context.parts.buffers.look()  # masks are equal on all ranks
         if mesh.rank == 0:
@@ -228,14 +250,3 @@ class BlockPruning:
         whole = torch.empty(padded, dtype=own.dtype, device=own.device)
         all_gather_into(self._context.mesh, whole, own, placement, REPLICATED, padded)
         return whole
-
-
-def _choice(pattern: Pattern, target: Target, scores: torch.Tensor) -> _Choice:
-    """Groups of one weight. What goes of a group that is gone already is less than what went: it loses nothing more."""
-    grouped = pattern.grouped(scores.view(target.entry.shape), target.out_dim)
-    kept = pattern.grouped(target.mask, target.out_dim).to(scores.device)
-    is_gone = ~kept.all(1)
-    doomed = pattern.doomed(grouped)
-    salt = zlib.crc32(target.entry.name.encode())
-    ranks = ranks_of(torch.where(doomed, grouped, 0).sum(1), is_gone, salt, pattern.most_groups)
-    return _Choice(target, ranks, kept, doomed & ~is_gone.unsqueeze(1))

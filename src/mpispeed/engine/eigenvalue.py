@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,26 +12,19 @@ from mpispeed.base import log as logs
 from mpispeed.base.distinct import distinct_over
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine.curvature import (
-    Iteration,
-    beside_largest,
-    find_blocks,
-    product_with,
-    second_order,
-    start_vector,
-    trained,
-)  # fmt: skip
+from mpispeed.engine.curvature import Iteration, beside_largest
+from mpispeed.engine.hessians import StagedHessians, WholeHessians
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.step import Place
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
-
     from mpispeed.config.data import Eigenvalue as Section
     from mpispeed.config.root import Config
-    from mpispeed.engine.curvature import Product
+    from mpispeed.engine.hessians import Hessians
+    from mpispeed.engine.step import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +40,32 @@ def section_of(config: Config) -> Section | None:
 
 
 def attach(context: Context) -> Hooks:
-    """Compute eigenvalues in the backward passes that precede every so many updates.
+    """Compute eigenvalues in the backward passes that precede every so many updates, or after those of a pipeline.
+
+    Collective over: all ranks, for a pipeline.
 
     Raises:
-        ConfigError: the blocks are not there, or not all of a block is in the graph of this rank.
+        ConfigError: the blocks are not there, or no rank has a whole block.
     """
     section = section_of(context.plan.config)
     if section is None:
         return Hooks(published={"eigenvalues": None})
-    eigenvalues = Eigenvalues(context, section)
+    model = context.module
+    try:
+        if isinstance(model, PipelineModule):
+            hessians: Hessians = StagedHessians(context, section, model)
+        else:
+            hessians = WholeHessians(context, section)
+    except UsageError as error:
+        raise ConfigError(str(error)) from error
+    _require_whole(context, hessians)
+    eigenvalues = Eigenvalues(context, section, hessians)
     context.bus.subscribe(Event.STEP_END, eigenvalues.tell)
+    is_staged = isinstance(model, PipelineModule)
     return Hooks(
-        before_backward=eigenvalues.follow,
+        [(Place.START, eigenvalues.follow_stages)] if is_staged else (),
+        batch=eigenvalues.keep if is_staged else None,
+        before_backward=None if is_staged else eigenvalues.follow,
         state=eigenvalues.state,
         check=eigenvalues.check,
         load=eigenvalues.load,
@@ -66,33 +73,21 @@ def attach(context: Context) -> Hooks:
     )
 
 
-def _blocks(context: Context, section: Section) -> list[nn.Module]:
-    """The blocks of the config.
+def _require_whole(context: Context, hessians: Hessians) -> None:
+    """Refuse blocks of which ranks have parts.
 
     Raises:
-        ConfigError: they are not there, or a Hessian of one cannot be computed.
+        ConfigError: there is one.
     """
-    if isinstance(context.module, PipelineModule):
-        msg = (
-            "eigenvalue.enabled with a PipelineModule: second derivatives would have to go back and forth over the "
-            "stages; train without a pipeline, or set it to false"
-        )
-        raise ConfigError(msg)
     if context.mesh["model"].size > 1:
         msg = "eigenvalue.enabled with slices (tensor_parallel): no rank has a whole block; use one slice, or false"
         raise ConfigError(msg)
-    try:
-        found = find_blocks(context.module, section.layer_name, section.layer_num)
-    except UsageError as error:
-        raise ConfigError(str(error)) from error
-    for number, block in enumerate(found):
-        if any(distinct_over(param) > 1 for param in block.parameters()):
-            msg = (
-                f"eigenvalue.enabled with experts that differ between ranks, in block {number} of "
-                f"{section.layer_name!r}: no rank has a whole block; use an ep_size of 1, or set it to false"
-            )
-            raise ConfigError(msg)
-    return found
+    if any(distinct_over(param) > 1 for block in hessians.blocks for param in block.parameters()):
+        msg = (
+            "eigenvalue.enabled with experts that differ between ranks: no rank has a whole block; use an ep_size "
+            "of 1, or set it to false"
+        )
+        raise ConfigError(msg)
 
 
 class Eigenvalues:
@@ -104,13 +99,11 @@ class Eigenvalues:
         is_needed: asked before each computation; nothing is computed while it says no. The same on all ranks.
     """
 
-    def __init__(self, context: Context, section: Section) -> None:
-        """Raises: ConfigError: as `attach`."""
-        self._context, self._section = context, section
-        self._blocks = [trained(block) for block in _blocks(context, section)]
+    def __init__(self, context: Context, section: Section, hessians: Hessians) -> None:
+        """No values yet."""
+        self._context, self._section, self._hessians = context, section, hessians
         self._iteration = Iteration(section.max_iter, section.tol, section.stability)
-        self._prefix = f"{section.layer_name}."
-        self._data = context.mesh["data"]
+        self._batch: Any = None
         self._is_fresh = False
         self.values: list[float] = []
         self.latest: list[float] = []
@@ -121,10 +114,8 @@ class Eigenvalues:
 
         None for names outside of blocks, and before the first computation.
         """
-        number = name.removeprefix(self._prefix).partition(".")[0]
-        if not name.startswith(self._prefix) or not number.isdecimal() or int(number) >= len(self.values):
-            return None
-        return self.values[int(number)]
+        pairs = zip(self._hessians.names, self.values, strict=False)
+        return next((value for block, value in pairs if f"{name}.".startswith(f"{block}.")), None)
 
     # -- in a pass -------------------------------------------------------------------------------------------------
 
@@ -137,59 +128,54 @@ class Eigenvalues:
             UsageError: an operator of the model has no second derivative.
         """
         parts = self._context.parts
-        if (
-            not self._is_due(parts.counters.global_steps + 1)
-            or not parts.accumulation.is_gradient_accumulation_boundary()
-        ):
+        is_last = parts.accumulation.is_gradient_accumulation_boundary()
+        if is_last and self._is_due(parts.counters.global_steps + 1):
+            try:
+                self._compute(loss)
+            except UsageError as error:
+                error.is_collective = True  # the model is the same on all ranks
+                raise
+
+    def keep(self, batch: Any, is_training: bool) -> Any:
+        """Keep the pair that a stage has loaded. Local."""
+        if is_training:
+            self._batch = batch
+        return batch
+
+    def follow_stages(self, ctx: StepContext) -> None:
+        """Part of a pipeline's step: compute eigenvalues of its last micro-batch if they are due.
+
+        Collective over: all ranks.
+
+        Raises:
+            UsageError: on every rank, if an operator of one has no second derivative.
+        """
+        counters, batch = self._context.counters, self._batch
+        self._batch = None
+        if not self._is_due(counters.global_steps + 1):
             return
-        try:
-            with parts.sharding.unwinding(), parts.casting.named():
-                self.latest = self._computed(loss, parts.scaler.scale)
-        except UsageError as error:
-            error.is_collective = True  # the model is the same on all ranks
-            raise
-        self.values, self._is_fresh = beside_largest(self.latest), True
-        if self._section.verbose and self._context.mesh.rank == 0:
-            told = ", ".join(f"{value:.4g}" for value in self.latest)
-            log.info("eigenvalues of blocks of %s: %s", self._section.layer_name, told)
+        failed = torch.tensor([float(counters.has_failed)])
+        self._context.mesh.world.comm.all_reduce(failed, "max")
+        if not failed.item():  # else the step ends without an update
+            self._compute(batch)
 
     def _is_due(self, step: int) -> bool:
         return step % self._section.gas_boundary_resolution == 0 and self.is_needed()
 
-    def _computed(self, loss: torch.Tensor, scale: float) -> list[float]:
-        everything = [param for params in self._blocks for param in params]
-        loss = loss if scale == 1.0 else loss.float() * scale  # in fp16 small gradients would be lost
-        grads = list(self._pass(lambda: second_order([loss], everything, keeps_graph=True)))
+    def _compute(self, given: Any) -> None:
+        parts, hessians = self._context.parts, self._hessians
         found = []
-        for number, params in enumerate(self._blocks):
-            own, grads = grads[: len(params)], grads[len(params) :]
-            product = self._mean(product_with(own, params), scale)
-            found.append(self._iteration.run(product, start_vector(params, number), self._agreed))
-        return found
-
-    def _pass(self, run: Callable[[], Any]) -> Any:
-        """Run a backward pass that leaves a graph. Collective over: the data axis, where parameters are sharded."""
-        hooks = self._context.parts.sharding.module_hooks
-        with nullcontext() if hooks is None else hooks.saving():
-            found = run()
-        self._context.parts.sharding.end_backward()
-        return found
-
-    def _mean(self, product: Product, scale: float) -> Product:
-        """The product of the mean Hessian of all data ranks."""
-
-        def mean(vector: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self._pass(lambda: product(vector))
-            self._data.all_reduce(found, "avg")
-            return found if scale == 1.0 else found / scale
-
-        return mean
-
-    def _agreed(self, value: float) -> float:
-        """The value of the first data rank: ranks have to end iterations alike."""
-        told = torch.tensor([value], dtype=torch.float64)
-        self._data.broadcast(told)
-        return float(told)
+        try:
+            with parts.sharding.unwinding(), parts.casting.named():
+                hessians.begin(given, parts.scaler.scale)
+                for number in range(len(hessians.names)):
+                    agreed = functools.partial(hessians.agreed, number)
+                    found.append(self._iteration.run(hessians.product(number), hessians.start(number), agreed))
+        finally:
+            hessians.end()
+        self.latest, self.values, self._is_fresh = found, beside_largest(found), True
+        if self._section.verbose and self._context.mesh.rank == 0:
+            log.info("eigenvalues of %s: %s", self._section.layer_name, ", ".join(f"{value:.4g}" for value in found))
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -223,5 +209,5 @@ class Eigenvalues:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take values back, if they are those of the same blocks."""
         values: Sequence[float] = state["eigenvalues"]
-        if state.get("layer_name") == self._section.layer_name and len(values) == len(self._blocks):
+        if state.get("layer_name") == self._section.layer_name and len(values) == len(self._hessians.names):
             self.latest, self.values = list(values), beside_largest(values)

@@ -78,12 +78,14 @@ class Given:
         collate_fn: makes a batch of a list of samples; None: torch's.
         mpu: the groups of ranks of a model that slices its layers itself, or None.
         warnings: what is to be said about the config.
+        has_optimizer: False: the engine only evaluates.
     """
 
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     mpu: Any = None
     warnings: Sequence[str] = ()
+    has_optimizer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

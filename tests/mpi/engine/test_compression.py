@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpispeed
 from mpispeed import checkpointing
@@ -216,3 +217,23 @@ def test_masks_and_ranges_of_experts_are_refused():
     ):
         with pytest.raises(ConfigError, match=r"moe\S* differs between 2 data ranks, as experts do"):
             start(settings(section), Mixture())
+
+
+@pytest.mark.ranks(1, 2)
+def test_curvature_makes_periods_longer_until_the_last_bit_has_fallen():
+    """Of the block with the largest eigenvalue by 5; of the other by 1 + floor(4 x)."""
+    curved = {"enabled": True, "layer_name": "blocks", "max_iter": 4}
+    engine = start(settings(bits(6, 4, 1), 1, bf16={"enabled": True}, eigenvalue=curved), model())
+    eigenvalues, fallen = engine.eigenvalues, {}
+    for step, batch in enumerate(batches(12), 1):
+        with sdpa_kernel(SDPBackend.MATH):
+            train(engine, [batch])
+        if step == 1:
+            factors = [1 + int(4 * value) for value in eigenvalues.values]
+        for name, state in engine.compression.layers.items():
+            fallen.setdefault((name, state.bits), step)
+    assert max(factors) == 5
+    for name in engine.compression.layers:
+        assert fallen[name, 5] == 1 and fallen[name, 4] == 2 * factors[int(name.split(".")[1])]
+    assert not eigenvalues.is_needed()
+    engine.destroy()

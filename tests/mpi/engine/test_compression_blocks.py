@@ -7,7 +7,6 @@ import torch
 from torch.func import functional_call
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.nn.compression import Group, Pruning, compress, compression_of
 from mpispeed.nn.compression.blocks import Pattern
 from tests.helpers import pipes
 from tests.helpers.covering import in_turn
@@ -20,22 +19,15 @@ pytestmark = pytest.mark.mpi(min_size=1)
 BATCH, STEPS = 12, 7
 
 
-def group(pattern="4x1", ratio=0.5, offset=2, end=7, stride=3, **more):
-    technique = Pruning("sparse", ratio, "snip_momentum", offset, end, block_pattern=pattern, stride=stride)
-    return Group("all", technique, **more)
+def pruning(pattern="4x1", ratio=0.5, offset=2, end=7, stride=3, **shared):
+    """The section of the config, for all layers."""
+    ramp = {"schedule_offset": offset, "schedule_offset_end": end, "schedule_offset_stride": stride}
+    method = {"enabled": True, "method": "snip_momentum", "block_pattern": pattern, "dense_ratio": ratio}
+    return {"compression_training": {"sparse_pruning": {"shared_parameters": {**method, **ramp, **shared}}}}
 
 
-def pruned(*groups, model=TinyLM):
-    made = model()
-    compress(made, groups)
-    return made
-
-
-def follow(engine, data, first=0):
-    """Train, with techniques switched on at their steps."""
-    for step, batch in enumerate(data, first):
-        compression_of(engine.module).set_step(step)
-        train_averaged(engine, [batch])
+def follow(engine, data):
+    train_averaged(engine, data)
     return engine
 
 
@@ -63,7 +55,7 @@ def test_stages_prune_alike(pattern, mpi_tmp_path):
     nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(mpi_tmp_path)}, "sub_group_size": 4096}
     outcomes = []
     for stage, zero in ((0, {}), (1, {"offload_optimizer": {"device": "cpu"}}), (2, {}), (3, {}), (3, nvme)):
-        engine = start(config(stage, BATCH, 1, zero=zero, **ORDERED), pruned(group(pattern), model=untied))
+        engine = start(config(stage, BATCH, 1, zero=zero, **ORDERED, **pruning(pattern)), untied())
         outcomes.append(outcome(follow(engine, batches(STEPS, BATCH))))
     for other in outcomes[1:]:
         same_bits(outcomes[0], other)
@@ -96,7 +88,7 @@ def plain_masks(model, data, lr, dense, due):
 def test_masks_are_those_of_plain_torch():
     data = batches(STEPS, BATCH)
     expected = plain_masks(TinyLM(), data, 1e-2, 0.5, {5: 1 - 0.4**3, 7: 1})  # nothing goes after step 2
-    engine = follow(start(config(2, BATCH, **SGD), pruned(group())), data)
+    engine = follow(start(config(2, BATCH, **SGD, **pruning()), TinyLM()), data)
     found = masks(engine.module)
     engine.destroy()
     for name, mask in expected.items():
@@ -105,16 +97,20 @@ def test_masks_are_those_of_plain_torch():
 
 @pytest.mark.ranks(2, 3)
 def test_ramp_goes_on_after_a_restart(mpi_tmp_path):
-    """Scores come back at another stage; saved once, and not at all when pruning is over."""
+    """Scores come back at another stage; when pruning is over there are none."""
     data = batches(STEPS, BATCH)
-    settings = [config(stage, BATCH, **ORDERED) for stage in (1, 3)]
-    whole = follow(start(settings[0], pruned(group())), data)
-    first = follow(start(settings[0], pruned(group())), data[:6])
+    settings = [config(stage, BATCH, **ORDERED, **pruning()) for stage in (1, 3)]
+    whole = follow(start(settings[0], TinyLM()), data)
+    first = follow(start(settings[0], TinyLM()), data[:6])
     first.save_checkpoint(str(mpi_tmp_path))
     first.destroy()
-    second = start(settings[1], pruned(group()))
+    second = start(settings[1], TinyLM(seed=99))
     second.load_checkpoint(str(mpi_tmp_path))
-    follow(second, data[6:], 6)
+    stores = second.mpispeed.parts.features.slots
+    assert [len(stores(updates)) for updates in (7, 6)] == [0, 1]
+    second.load_checkpoint(str(mpi_tmp_path))
+    follow(second, data[6:])
+    assert not stores(7)
     same_bits(outcome(whole), outcome(second))
 
 
@@ -122,10 +118,10 @@ def test_ramp_goes_on_after_a_restart(mpi_tmp_path):
 def test_skipped_steps_count_for_nothing():
     """Also not as steps of the ramp: the first ones of fp16 overflow, and the run prunes after one that does not."""
     fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
-    engine = start(config(1, BATCH, fp16=fp16, **ADAM), pruned(group(offset=1, end=1)))
+    engine = start(config(1, BATCH, fp16=fp16, **ADAM, **pruning(offset=1, end=1)), TinyLM())
     seen = []
     for batch in batches(40, BATCH):
-        follow(engine, [batch], engine.global_steps)
+        follow(engine, [batch])
         seen.append(
             (engine.global_steps - engine.skipped_steps, all(mask.all() for mask in masks(engine.module).values()))
         )
@@ -135,40 +131,41 @@ def test_skipped_steps_count_for_nothing():
 
 
 @pytest.mark.ranks(2)
-def test_stages_of_a_pipeline_have_one_threshold():
-    """Half of all blocks go, of each stage another part."""
-    case = pipes.Case(pipes.Layout(2, 1, 1), stage=1)
-    module = case.module()
-    compress(module, [group(offset=1, end=2, stride=1)])
-    engine = start(case.settings(), module)
-    for step in range(2):
-        compression_of(module).set_step(step)
-        pipes.train(engine, [step])
-    found = [(int((~mask).sum()), mask.numel()) for mask in masks(module).values() if not mask.all()]
-    parts = engine.mesh["pipe"].gather_objects([sum(column) for column in zip(*found, strict=True)])
+@pytest.mark.parametrize("axis", ["pipe", "model"])
+def test_stages_and_slices_have_one_threshold(axis):
+    """Half of all blocks go, of each stage or slice another part. The head, which is not sliced, counts once."""
+    layout = pipes.Layout(2, 1, 1) if axis == "pipe" else pipes.Layout(1, 2, 1)
+    engine = pipes.Case(layout, stage=1).engine(**pruning(offset=1, end=2, stride=1))
+    pipes.train(engine, range(2))
+    counts = {name: (int((~mask).sum()), mask.numel()) for name, mask in masks(engine.module).items()}
+    is_other_slice = axis == "model" and engine.mesh.rank > 0
+    found = [count for name, count in counts.items() if not (name == "10.sparse_mask" and is_other_slice)]
+    parts = engine.mesh[axis].gather_objects([sum(column) for column in zip(*found, strict=True)])
     engine.destroy()
     assert sum(gone for gone, _ in parts) == sum(size for _, size in parts) // 2
     assert parts[0][0] != parts[0][1] // 2
 
 
-def refused(message, *groups, **settings):
+def refused(message, section, **settings):
     with pytest.raises(ConfigError, match=message):
-        start(config(1, BATCH, **(ADAM | settings)), pruned(*groups, model=untied))
+        start(config(1, BATCH, **(ADAM | settings), **section), untied())
 
 
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be():
-    refused("takes away at most 0.5 of the weights, and dense_ratio is 0.1; make that at least 0.5", group("2:4", 0.1))
-    refused("schedule_offset_end: 1 is before schedule_offset 2", group(offset=2, end=1))
-    refused("nothing is left to prune", group("7x1"))
+    refused(
+        "takes away at most 0.5 of the weights, and dense_ratio is 0.1; make that at least 0.5", pruning("2:4", 0.1)
+    )
+    refused("1 is before schedule_offset 2", pruning(offset=2, end=1))
+    refused("nothing is left to prune", pruning("7x1"))
     onebit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}}
-    refused("which the optimizer OneBitAdam does not have", group(), **onebit)
+    refused("which the optimizer OneBitAdam does not have", pruning(), **onebit)
 
 
 @pytest.mark.ranks(1, 2)
 def test_layers_that_do_not_fit_are_named(caplog):
     with caplog.at_level(logging.WARNING, "mpispeed"):
-        engine = start(config(1, BATCH, **ADAM), pruned(group(), model=untied))
+        engine = start(config(1, BATCH, **ADAM, **pruning()), untied())
     is_first = engine.mesh.rank == 0
     engine.destroy()
     assert ("the weights of head are frozen, or no tiles of block_pattern 4x1" in caplog.text) == is_first

@@ -94,9 +94,12 @@ class Pattern:
         return flat.view(shape)
 
     def doomed(self, scores: Tensor) -> Tensor:
-        """The weights that go if their group does, the first of equal ones. Shapes: bool, as the grouped scores."""
-        if self.removed == scores.shape[1]:
-            return torch.ones_like(scores, dtype=torch.bool)
+        """The weights that go if their group does, the first of equal ones.
+
+        Shapes: scores [groups, weights]; result (bool) the same, or [1, 1] for blocks.
+        """
+        if self.removed == self.rows * self.columns:
+            return torch.ones((1, 1), dtype=torch.bool, device=scores.device)
         order = scores.argsort(dim=1, stable=True)[:, : self.removed]
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, value=True)
 
