@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from tests.zoo.models import Stack, built
 
@@ -68,3 +69,21 @@ class Attended(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x[None, None]
         return nn.functional.scaled_dot_product_attention(wide, wide, wide)[0, 0]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad
+
+
+class Single(nn.Module):
+    """A layer whose gradient has none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Once.apply(x)

@@ -50,8 +50,8 @@ def transform(model: nn.Module, setup: Setup) -> None:
     groups = read_groups(values_of(setup.plan.config))
     if not groups:
         return
-    if not setup.given.has_optimizer:
-        if compression_of(model) is None and setup.mesh.rank == 0:
+    if not setup.given.has_optimizer and compression_of(model) is None:
+        if setup.mesh.rank == 0:
             log.info("an engine without optimizer compresses nothing; call init_compression(model, config) for it")
         return
     own = [name for name, _ in model.named_modules()]

@@ -140,19 +140,48 @@ def second_order(
         UsageError: an operator of the model has no second derivative.
     """
     try:
-        return torch.autograd.grad(
+        found = torch.autograd.grad(
             outputs, inputs, weights, retain_graph=True, create_graph=keeps_graph, allow_unused=True
         )
     except (RuntimeError, UsageError) as error:
         text = str(error).partition("\n")[0]
         if not any(words in text for words in _ONCE):
             raise
-        msg = (
-            f"eigenvalues need second derivatives, which an operator of the model does not have: {text}; fused "
-            'attention has none: load models of transformers with attn_implementation="eager", or forward under '
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH); or set eigenvalue.enabled to false"
-        )
-        raise UsageError(msg) from error
+        raise _refusal(text) from error
+    if keeps_graph:
+        require_second(found)
+    return found
+
+
+def require_second(grads: Sequence[torch.Tensor | None]) -> None:
+    """Look for operators in the graph of gradients that torch would silently take for constants.
+
+    Raises:
+        UsageError: there is one.
+    """
+    # The error that such an operator leaves in the graph is before a tensor of its own, where no pass gets to.
+    if any(node.name() == "torch::autograd::Error" for node in _nodes(grads)):
+        text = "its gradient is marked by once_differentiable"
+        raise _refusal(text)
+
+
+def _refusal(text: str) -> UsageError:
+    return UsageError(
+        f"eigenvalues need second derivatives, which an operator of the model does not have: {text}; fused "
+        'attention has none: load models of transformers with attn_implementation="eager", or forward under '
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH); or set eigenvalue.enabled to false"
+    )
+
+
+def _nodes(tensors: Sequence[torch.Tensor | None]) -> set[Any]:
+    """All nodes of the graph of some tensors."""
+    found, ahead = set[Any](), [tensor.grad_fn for tensor in tensors if tensor is not None]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def beside_largest(values: Sequence[float]) -> list[float]:
@@ -254,6 +283,7 @@ class Eigenvalue:
                 "eigenvalues cannot be computed: gradients have no graph; call loss.backward(create_graph=True) first"
             )
             return {}
+        require_second([param.grad for block in blocks for param in trained(block)])
         values = []
         for number, block in enumerate(blocks):
             params = trained(block)

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpispeed.base import log as logs
 from mpispeed.base.distinct import distinct_over
@@ -157,7 +158,10 @@ class Eigenvalues:
         failed = torch.tensor([float(counters.has_failed)])
         self._context.mesh.world.comm.all_reduce(failed, "max")
         if not failed.item():  # else the step ends without an update
-            self._compute(batch)
+            with sdpa_kernel(
+                SDPBackend.MATH
+            ):  # fused attention has no second derivatives, and this forward pass is our own
+                self._compute(batch)
 
     def _is_due(self, step: int) -> bool:
         return step % self._section.gas_boundary_resolution == 0 and self.is_needed()

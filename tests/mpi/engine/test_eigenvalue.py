@@ -105,6 +105,30 @@ def test_a_run_that_goes_on_has_the_values(mpi_tmp_path):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("stages", [(1, 3), (3, 0)])
+def test_they_slow_the_fall_of_bits(mpi_tmp_path, stages):
+    """The sharpest block falls five times as slowly; also where the run goes on in between."""
+    given = {
+        "enabled": True, "quantize_bits": {"start_bits": 8, "target_bits": 6},
+        "quantize_schedule": {"quantize_period": 2, "schedule_offset": 0}, "eigenvalue": SECTION | FEW,
+    }  # fmt: skip
+    told = []
+    for stage, data in zip(stages, (range(3), range(3, 6)), strict=True):
+        more = {"quantize_training": given, "fp16": FP16}
+        engine = start(settings(stage, eigenvalue={"enabled": False}, **more), Scored())
+        if told:
+            engine.load_checkpoint(str(mpi_tmp_path))
+        train(engine, [batch(12, seed) for seed in data])
+        told.append({name: layer.bits for name, layer in engine.compression.layers.items()})
+        sharpest = f"stack.blocks.{engine.eigenvalues.values.index(1.0)}.up"
+        engine.save_checkpoint(str(mpi_tmp_path))
+        engine.destroy()
+    assert engine.mpispeed.parts.counters.skipped_steps == 0
+    assert {bits for bits in told[0].values()} == {7}
+    assert (told[1]["stack.first"], told[1][sharpest]) == (6, 7)
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_backward_pass_of_the_script_is_told_of(caplog):
     engine = start(settings(0, None, 1, FEW), Scored())
     with caplog.at_level(logging.WARNING, "mpispeed.engine.eigenvalue"):

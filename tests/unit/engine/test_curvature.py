@@ -7,7 +7,7 @@ import torch
 
 from mpispeed.base.errors import UsageError
 from mpispeed.engine.curvature import Eigenvalue, Iteration, beside_largest, find_blocks, start_vector
-from tests.helpers.hessians import BLOCKS, Attending, Scored, batch, largest
+from tests.helpers.hessians import BLOCKS, Attending, Scored, Single, batch, largest
 
 # torch warns of the cycle between a parameter and a gradient with a graph, which is what the class is given.
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
@@ -84,3 +84,11 @@ def test_fused_attention_is_refused_and_its_plain_form_is_not():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(x).backward(create_graph=True)
     assert set(Eigenvalue(**settings).compute_eigenvalue(model).values()) == {(1.0, 0)}
+
+
+def test_an_operator_that_torch_would_take_for_a_constant_is_refused():
+    model = Scored()
+    single = torch.nn.Sequential(model.stack, Single())
+    single(batch(4)[0]).square().mean().backward(create_graph=True)
+    with pytest.raises(UsageError, match="once_differentiable"):
+        Eigenvalue(**SETTINGS | {"layer_name": "0.blocks"}).compute_eigenvalue(single)
