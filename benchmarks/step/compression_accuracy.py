@@ -7,6 +7,7 @@ noise. A BERT of 4 layers, 64 wide, is trained from random weights. Then each te
 DeepSpeedExamples' scripts, and the model is trained on with it, with less steps and a smaller learning rate. `full` is
 trained on for as many steps without compression: it is what all others are compared with. Accuracies are those on held
 out examples, whose pairs of sentences are in no training example. Fewer layers learn from the full model, for longer.
+`at_once` is the accuracy before the model is trained on; ranges, blocks and falling bits come about in training only.
 
 One rank, one thread: about two minutes for the model of each seed, and half a minute for a technique.
 """

@@ -120,11 +120,13 @@ def attach(context: Context) -> Hooks:
     Collective over: all ranks, if it is.
 
     Raises:
-        ConfigError: layers have other schedules on other ranks.
+        ConfigError: scores would not be trained.
     """
     compression = compression_of(context.module)
     if compression is None:
         return Hooks(published={"compression": None})
+    if context.parts.optimization is not None:
+        _require_trained_scores(context, compression)
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
     return Hooks(
@@ -134,6 +136,18 @@ def attach(context: Context) -> Hooks:
         load=run.load,
         published={"compression": compression},
     )
+
+
+def _require_trained_scores(context: Context, compression: Compression) -> None:
+    for name in compression.layers:
+        for key, param in context.module.get_submodule(name).named_parameters(recurse=False):
+            if key.endswith("_scores") and param.requires_grad and context.params.table.find(param) is None:
+                msg = (
+                    f"compression_training: {name}.{key} would not be trained: the parameters that initialize "
+                    "was given do not have it; call init_compression(model, config) before the optimizer or the list "
+                    "of parameters is made, or leave both to initialize"
+                )
+                raise ConfigError(msg)
 
 
 class Run:

@@ -237,3 +237,29 @@ def test_curvature_makes_periods_longer_until_the_last_bit_has_fallen():
         assert fallen[name, 5] == 1 and fallen[name, 4] == 2 * factors[int(name.split(".")[1])]
     assert not eigenvalues.is_needed()
     engine.destroy()
+
+
+@pytest.mark.ranks(1, 2)
+def test_scores_that_no_optimizer_has_are_refused():
+    """They would keep their first values."""
+    net = model()
+    early = torch.optim.Adam(net.parameters(), lr=1e-2)
+    with pytest.raises(ConfigError, match=r"_scores would not be trained: .* call init_compression"):
+        start(settings(ALL, optimizer=None), net, optimizer=early)
+    late = torch.optim.Adam(net.parameters(), lr=1e-2)
+    engine = start(settings(ALL, optimizer=None), net, optimizer=late)
+    scores = weights(engine)
+    train(engine, batches(2))
+    assert all((weights(engine)[name] != scores[name]).any() for name in scores if name.endswith("_scores"))
+    engine.destroy()
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_engine_without_optimizer_compresses_nothing():
+    """Such as that of a teacher, which scripts make with the config of the student."""
+    (batch,) = batches(1)
+    plain, engine = model(), start(settings(ALL, optimizer=None), model())
+    assert engine.compression is None
+    with torch.no_grad():
+        same_bits(engine.eval()(*batch), plain.eval()(*batch))
+    engine.destroy()

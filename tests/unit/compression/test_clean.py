@@ -291,19 +291,6 @@ def test_other_settings_and_missing_values_are_refused():
         redundancy_clean(model, config(weights(8, "0")))
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_of_torchao(kind):
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    settings = config(weights(4, "dense", groups=4, kind=kind), rows())
-    model = init_compression(bert(), settings)
-    with torch.no_grad():
-        before = model(TOKENS).logits
-        redundancy_clean(model, settings, form="torchao")
-        torch.testing.assert_close(model(TOKENS).logits, before, atol=1e-5, rtol=1e-5)
-    assert isinstance(model.bert.encoder.layer[0].intermediate.dense.weight, torchao.IntxUnpackedToInt8Tensor)
-
-
 def test_torchao_that_is_missing_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
