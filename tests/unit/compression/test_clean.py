@@ -118,6 +118,20 @@ def test_outputs_stay(name):
             assert torch.equal(copied(TOKENS).logits, after)
 
 
+def test_running_ranges_stay():
+    static = section("activation_quantization", group({"bits": 8}, "output.dense"), range_calibration="static")
+    settings = config(weights(8, "output.dense", kind="asymmetric"), rows(), heads(), static)
+    model = init_compression(bert(), settings)
+    with torch.no_grad():
+        model.train()(TOKENS)
+        before = model.eval()(TOKENS).logits
+        ranges = {name: value for name, value in model.state_dict().items() if name.endswith("activation_range")}
+        after = redundancy_clean(model, settings)(TOKENS).logits
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-5)
+    assert len(ranges) == 4
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in ranges.items())
+
+
 def test_layers_get_smaller():
     settings = config(*SETTINGS["all"])
     model = redundancy_clean(init_compression(bert(), settings), settings)
