@@ -26,6 +26,7 @@ from click.testing import CliRunner
 import mpispeed
 from mpispeed import features as registry
 from mpispeed.base.errors import CheckpointError, ConfigError, UsageError
+from mpispeed.compression import init_compression
 from mpispeed.config.accept import accept
 from mpispeed.curriculum import truncate
 from mpispeed.nn.layer_drop import convert_to_layer_drop
@@ -125,6 +126,8 @@ class Run:
         client: Any = None
         if make is not None:
             is_late = any("model" in feature.axes for feature in self.features)  # layers are cut in `initialize`
+            if "compression" in self.names:  # which adds parameters
+                model = init_compression(model, settings)
             client = (
                 (lambda params: make(model, params))
                 if is_late

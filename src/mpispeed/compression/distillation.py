@@ -6,6 +6,7 @@ states, attention); DeepSpeedExamples, compression/bert (which terms are summed)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -196,7 +197,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
-        """As `mpispeed.init_inference(model, **settings)`; but the model's own dtype is the default.
+        """As `mpispeed.init_inference(model, **settings)`; but the dtype of most of the model is the default.
 
         With `zero={"stage": 3}` each rank keeps a share of the parameters and gathers each layer when it runs; with
         `offload_param` there, in swap files. A model too large for a rank is built in `zero.Init`, or on torch's meta
@@ -212,7 +213,10 @@ class Teacher:
             ConfigError: on every rank, as `init_inference` does.
         """
         if "dtype" not in settings and "config" not in settings:
-            settings["dtype"] = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+            counts: Counter[torch.dtype] = Counter()
+            for param in model.parameters():
+                counts[param.dtype] += param.numel() if param.is_floating_point() else 0
+            settings["dtype"] = counts.most_common(1)[0][0] if counts else torch.float32
         self.engine = init_inference(model, **settings)
 
     @property

@@ -120,14 +120,15 @@ def attach(context: Context) -> Hooks:
     Collective over: all ranks, if it is.
 
     Raises:
-        ConfigError: layers have other schedules on other ranks, or their scores are not among what is trained.
+        ConfigError: scores would not be trained.
     """
     compression = compression_of(context.module)
     if compression is None:
         return Hooks(published={"compression": None})
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
-    _require_learning(context, compression)
+    if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
+        _require_trained_scores(context, compression)
     return Hooks(
         [(Place.PUBLISHED, run)],
         state=run.state,
@@ -137,22 +138,16 @@ def attach(context: Context) -> Hooks:
     )
 
 
-def _require_learning(context: Context, compression: Compression) -> None:
-    """Refuse an optimizer that was made before the scores were. Local."""
-    trained = {id(param) for unit in context.parts.table.units for param in unit.params}
-    left = [
-        f"{name}.{key}"
-        for name in compression.layers
-        for key, param in context.module.get_submodule(name)._parameters.items()
-        if key.endswith("_scores") and param is not None and param.requires_grad and id(param) not in trained
-    ]
-    if left and context.parts.optimization is not None:
-        msg = (
-            f"compression_training: {left[0]}, which has to learn, is not among the parameters of the optimizer"
-            f"{f', nor are {len(left) - 1} others' if left[1:] else ''}; call init_compression(model, config) before "
-            "the optimizer, or the list for model_parameters, is made"
-        )
-        raise ConfigError(msg)
+def _require_trained_scores(context: Context, compression: Compression) -> None:
+    for name in compression.layers:
+        for key, param in context.module.get_submodule(name).named_parameters(recurse=False):
+            if key.endswith("_scores") and param.requires_grad and context.params.table.find(param) is None:
+                msg = (
+                    f"compression_training: {name}.{key} would not be trained: the parameters that initialize "
+                    "was given do not have it; call init_compression(model, config) before the optimizer or the list "
+                    "of parameters is made, or leave both to initialize"
+                )
+                raise ConfigError(msg)
 
 
 class Run:

@@ -168,6 +168,9 @@ def test_stages_of_a_pipeline_compress_their_own_layers():
 def test_what_cannot_be_is_refused_on_all_ranks(tmp_path_factory):
     with pytest.raises(ConfigError, match=r"weight_quantization.different_groups.g.modules: 'encoder' matches no"):
         start(settings(bits(8, 8, modules=["encoder"], quantize_weight_in_forward=True)), model())
+    net = model()
+    with pytest.raises(ConfigError, match=r"mlp.0.row_scores would not be trained: the parameters that initialize"):
+        start(settings(given.ROWS), net, model_parameters=list(net.parameters()))
     folder = mpispeed.init_distributed().comm.share(str(tmp_path_factory.mktemp("saved")))
     engine = start(settings(bits(8, 4), bf16={"enabled": True}), model())
     feature = engine.mpispeed.parts.features._rows["compression_training"][1]
@@ -236,21 +239,6 @@ def test_curvature_makes_periods_longer_until_the_last_bit_has_fallen():
     for name in engine.compression.layers:
         assert fallen[name, 5] == 1 and fallen[name, 4] == 2 * factors[int(name.split(".")[1])]
     assert not eigenvalues.is_needed()
-    engine.destroy()
-
-
-@pytest.mark.ranks(1, 2)
-def test_scores_that_no_optimizer_has_are_refused():
-    """They would keep their first values."""
-    net = model()
-    early = torch.optim.Adam(net.parameters(), lr=1e-2)
-    with pytest.raises(ConfigError, match=r"_scores, which has to learn, is not .*, nor are \d+ others; call init"):
-        start(settings(ALL, optimizer=None), net, optimizer=early)
-    late = torch.optim.Adam(net.parameters(), lr=1e-2)
-    engine = start(settings(ALL, optimizer=None), net, optimizer=late)
-    scores = weights(engine)
-    train(engine, batches(2))
-    assert all((weights(engine)[name] != scores[name]).any() for name in scores if name.endswith("_scores"))
     engine.destroy()
 
 

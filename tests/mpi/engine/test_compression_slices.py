@@ -13,6 +13,8 @@ from mpispeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.helpers import compression as given
 from tests.helpers.compression import ALL, BATCH, batches, model, settings
 from tests.helpers.covering import in_turn
+from tests.helpers.expert_training import Net as ExpertNet
+from tests.helpers.expert_training import data as expert_data
 from tests.helpers.expert_training import same_tensors
 from tests.helpers.own_cut import Mpu
 from tests.helpers.pipes import gpt_layers
@@ -158,3 +160,27 @@ def test_layers_tied_over_stages_have_their_scores_in_common(comm):
         engine.destroy()
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
     assert_near(found[1][1], found[0][1], 1e-9)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_cut", [True, False], ids=["experts sliced", "tokens divided"])
+def test_experts_are_compressed_as_other_layers(is_cut):
+    section = {
+        **given.bits(6, 6, 1, ["deepspeed_experts"], quantize_weight_in_forward=True),
+        "row_pruning": given.technique(
+            [r"experts.*\.up$"], {"dense_ratio": 0.5}, [[r"experts.*\.down$"]], method="topk"
+        ),
+    }
+    policy, found = {"up": "column", "down": "row"}, []
+    for slices in (1, 2):
+        more = {"tensor_parallel": {"autotp_size": 2, "injection_policy_tuple": policy}} if slices == 2 else {}
+        engine = start(settings(section, 1, **more), ExpertNet(slices=is_cut).double())
+        known, comm = cuts(engine.module), engine.mesh["model"]
+        losses = train_averaged(engine, [tuple(batch.double()) for batch in expert_data()])
+        assert any("deepspeed_experts" in name for name in known) is (is_cut and slices == 2)
+        found.append((losses, {name: joined(comm, known.get(name), value) for name, value in weights(engine).items()}))
+        engine.destroy()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert any(name.endswith("row_scores") for name in found[0][1])
+    for name, value in found[0][1].items():
+        assert_near(found[1][1][name], value, 1e-5, name)
