@@ -125,10 +125,10 @@ def attach(context: Context) -> Hooks:
     compression = compression_of(context.module)
     if compression is None:
         return Hooks(published={"compression": None})
-    if context.parts.optimization is not None:
-        _require_trained_scores(context, compression)
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
+    if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
+        _require_trained_scores(context, compression)
     return Hooks(
         [(Place.PUBLISHED, run)],
         state=run.state,
