@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import peers
 
 from tests.helpers.entailment import WORDS, Pairs, make_pairs
-from tests.helpers.paper_compression import EXTREME, TECHNIQUES, section_of
+from tests.helpers.paper_compression import EXTREME, MIXED, TECHNIQUES, section_of
 
 BATCH, HELD_OUT = 64, 6000
 HEADS = 4
@@ -46,7 +46,7 @@ REDUCTION = {
     "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
 }  # fmt: skip
 LONGER = 3  # times as many steps for fewer layers; the scripts have 18 epochs instead of 2
-NAMES = (FULL, *TECHNIQUES, LAYERS, *EXTREME)
+NAMES = (FULL, *TECHNIQUES, *MIXED, LAYERS, *EXTREME)
 
 
 def bert(layers: int = 4) -> nn.Module:
@@ -107,6 +107,8 @@ def compressed(name: str, weights: dict[str, torch.Tensor], options: argparse.Na
         config["compression_training"] = {"layer_reduction": REDUCTION}
     elif name != FULL:
         config["compression_training"] = section_of(name, steps, HEADS, GROUPS)
+    if name in MIXED:
+        config["bf16"] = {"enabled": True}
     init_compression(model, config, teacher_model=teacher)
     held_out = make_pairs(HELD_OUT, 1, held_out=True)
     at_once = copy.deepcopy(model)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import deepspeed
 
-CONFIG = Path(__file__).resolve().with_name("deepspeed_scripts") / "ds_config.json"
-ARGUMENTS = {"train_loop": ["--deepspeed", "--deepspeed_config", str(CONFIG)]}
+SCRIPTS = Path(__file__).resolve().with_name("deepspeed_scripts")
+CONFIGS = {"train_loop": SCRIPTS / "ds_config.json"} | {path.stem: path for path in SCRIPTS.glob("compression_*.json")}
 FOLDER = Path(sys.argv[1])
 RANK = os.environ["RANK"]
 
@@ -25,7 +25,8 @@ def result_of(script):
     there = FOLDER / script.stem
     there.mkdir(parents=True, exist_ok=True)
     os.chdir(there)
-    sys.argv = [str(script), *ARGUMENTS.get(script.stem, [])]
+    config = CONFIGS.get(script.stem)
+    sys.argv = [str(script), *(["--deepspeed", "--deepspeed_config", str(config)] if config else [])]
     start = time.perf_counter()
     try:
         runpy.run_path(str(script), run_name="__main__")

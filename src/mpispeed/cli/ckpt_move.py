@@ -110,8 +110,8 @@ def _packer(reader: Reader) -> exporting.Packer:
     from mpispeed.compression.export import CheckpointPacker  # imports torch, which other exports do without
 
     made = CheckpointPacker(reader)
-    for name in made.tied:
-        say(f"{name}: other layers have it too and are not compressed alike; it stays as it is", err=True)
+    for name, why in made.left.items():
+        say(f"{name} is exported as it is: {why}", err=True)
     return made
 
 

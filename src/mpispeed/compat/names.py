@@ -174,6 +174,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.pipe.schedule": {"mpispeed.pipe.schedule": "*"},
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
     "runtime.progressive_layer_drop": {"mpispeed.nn.layer_drop": "ProgressiveLayerDrop"},
+    "runtime.quantize": {"mpispeed.compression": "Quantizer"},
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
@@ -236,9 +237,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject": "replace_transformer_layer revert_transformer_layer",
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
-    },
-    "compression": {
-        "runtime.quantize": "Quantizer",
     },
     "sparse attention": {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "

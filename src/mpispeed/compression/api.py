@@ -12,9 +12,11 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compression.student import copy_layers
 from mpispeed.config.compress import LayerReduction
 from mpispeed.config.load import load
+from mpispeed.engine.agreement import configuring
 from mpispeed.engine.compression import values_of
 from mpispeed.nn.compression.model import Compression, compress, compression_of
 from mpispeed.nn.compression.techniques import read_groups
+from mpispeed.pipe.module import PipelineModule
 
 
 def init_compression(
@@ -35,14 +37,22 @@ def init_compression(
         teacher_model: where layers of a student come from (`layer_reduction`), as for `student_initialization`.
         mpu: not needed: sliced layers know their slices.
 
-    Collective over: all ranks, if there are several: each does the same.
+    Collective over: all ranks, if there are several: each does the same. Ranks of a pipeline tell each other what
+    layers they have.
 
     Raises:
-        ConfigError: the settings do not fit to the model.
+        ConfigError: the settings do not fit to the model; of a pipeline, on every rank.
     """
     section = read_section(deepspeed_config)
     copy_layers(model, teacher_model, LayerReduction(**section["layer_reduction"]))
-    compress(_inner(model), read_groups(section))
+    inner, groups = _inner(model), read_groups(section)
+    if isinstance(inner, PipelineModule):
+        own, mesh = [name for name, _ in inner.named_modules()], inner.grid.mesh
+        everywhere = {name for names in mesh["pipe"].gather_objects(own) for name in names}
+        with configuring(mesh.world.comm):
+            compress(inner, groups, elsewhere=everywhere.difference(own))
+    else:
+        compress(inner, groups)
     return model
 
 

@@ -11,13 +11,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import format_bytes
+from mpispeed.compression import torchao_weights
 from mpispeed.compression.api import read_section
 from mpispeed.compression.last_weights import Cut, last_weight
 from mpispeed.compression.packed_layers import pack_weight, packed_weight
@@ -26,6 +27,7 @@ from mpispeed.nn.compression.layers import LayerState, Progress, make_compressib
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
 from mpispeed.nn.compression.model import compress, compression_of, forget
+from mpispeed.nn.compression.slices import Slices
 from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Pruning, read_groups
 
 if TYPE_CHECKING:
@@ -39,7 +41,12 @@ _HEAD_WIDTHS = frozenset({"all_head_size", "inner_dim"})
 """Attributes of a module of attention that count heads, and the columns of all heads."""
 
 
-def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], mpu: Any = None) -> nn.Module:
+def redundancy_clean(
+    model: nn.Module,
+    deepspeed_config: str | Path | Mapping[str, Any],
+    mpu: Any = None,
+    form: Literal["packed", "torchao"] = "packed",
+) -> nn.Module:
     """Make the compression of a model permanent, in place; returns the plain model.
 
     Weights get their target bits and masks their last state, whatever the schedule says. Up to 8 bits they become
@@ -55,20 +62,31 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
             state of such a model; or an engine, which ends here: every rank then has the whole model (of its stage).
         deepspeed_config: the settings of the run: a dict, or the path of a JSON file.
         mpu: not needed.
+        form: of weights of up to 8 bits: packed codes, or, for linear layers where each row has one scale, tensors of
+            torchao, with a byte for each code.
 
     Collective over: all ranks, if `model` is an engine.
 
     Raises:
         ConfigError: the settings are not those of the model, or a layer that should get smaller cannot.
-        UsageError: the model is sliced, or its parameters are still sharded or on meta.
+        UsageError: the model is sliced, its parameters are still sharded or on meta, or torchao is missing.
     """
+    if form == "torchao":
+        torchao_weights.require()
     groups = read_groups(read_section(deepspeed_config))
+    for name, layer in model.named_modules():
+        if Slices.of(layer) is not None:
+            msg = (
+                f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and load its weights into an "
+                "unsliced model that init_compression made, or use mpispeed ckpt export --quantized"
+            )
+            raise UsageError(msg)
     if isinstance(model, Engine):
         model = _out_of(model)
     inner = getattr(model, "module", None)
     inner = inner if isinstance(inner, nn.Module) else model
     compress(inner, groups)
-    cleaning = _Cleaning(inner, cast("Compression", compression_of(inner)))
+    cleaning = _Cleaning(inner, cast("Compression", compression_of(inner)), form)
     cleaning.run()
     log.info("%s", cleaning)
     return model
@@ -123,9 +141,9 @@ class _Cleaning:
         bytes_before, bytes_after: of weights and biases of all layers, as they are held.
     """
 
-    def __init__(self, model: nn.Module, compression: Compression) -> None:
+    def __init__(self, model: nn.Module, compression: Compression, form: str) -> None:
         modules = dict(model.named_modules())
-        self._model, self._modules = model, modules
+        self._model, self._modules, self._form = model, modules, form
         states = dict(compression.layers)
         for state in compression.layers.values():
             for name in (name for names in state.related.values() for name in names):
@@ -160,9 +178,6 @@ class _Cleaning:
     def _check(self) -> None:
         for name, plan in self._plans.items():
             weight = plan.layer._parameters.get("weight")
-            if getattr(getattr(plan.layer, "comm", None), "size", 1) > 1:
-                msg = f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and clean an unsliced model"
-                raise UsageError(msg)
             if weight is not None and (
                 weight.is_meta or tuple(getattr(weight, "ds_shape", weight.shape)) != weight.shape
             ):
@@ -231,8 +246,14 @@ class _Cleaning:
         if plan.keep_in is not None or plan.keep_out is not None:
             _resize(plan)
             self.shrunk += 1
-        if packed is not None:
-            pack_weight(layer, packed)
+        if packed is not None and weight is not None:
+            made = None
+            if self._form == "torchao" and isinstance(layer, nn.Linear):
+                made = torchao_weights.as_torchao(packed, weight.dtype)
+            if made is None:
+                pack_weight(layer, packed)
+            else:
+                layer._parameters["weight"] = nn.Parameter(made, requires_grad=False)
             self.packed += 1
         self.bytes_after += _held_bytes(layer)
 

@@ -32,7 +32,7 @@ class CheckpointPacker:
     """Makes codes of the compressed weights of a checkpoint; a `Packer` of `ckpt.tools.exporting`.
 
     Attributes:
-        tied: weights that are left as they are: other layers, which are not compressed alike, have them too.
+        left: weight of a compressed layer -> why it is exported as it is.
 
     Raises:
         CheckpointError: the run did not compress its model.
@@ -48,15 +48,15 @@ class CheckpointPacker:
         names, aliases = set(reader.names()), reader.aliases()
         self._reader = reader
         self._layers: dict[str, LayerRecord] = {}
-        self.tied: list[str] = []
+        self.left: dict[str, str] = {}
         for name, record in records.items():
             weight = aliases.get(f"{name}.weight", f"{name}.weight")
             users = {weight, *(alias for alias, canonical in aliases.items() if canonical == weight)}
             if weight not in names:
-                msg = f"{reader.path} has no weight of the compressed layer {name}"
-                raise CheckpointError(msg)
+                self.left[f"{name}.weight"] = "it is stored under another name, or with those of other layers"
+                continue
             if any(records.get(user.removesuffix(".weight")) != record for user in users):
-                self.tied.append(f"{name}.weight")
+                self.left[f"{name}.weight"] = "other layers have it too, and are not compressed alike"
                 continue
             self._layers[weight.removesuffix(".weight")] = record
         self._out = {

@@ -14,6 +14,8 @@ from mpispeed.nn.compression import Compression, LayerState, compress, compressi
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
 from mpispeed.nn.compression.layers import RANGE
 from mpispeed.nn.compression.record import record_of
+from mpispeed.nn.compression.techniques import WEIGHTS
+from mpispeed.nn.tensor.tensor_cut import OWN, marks_of
 from mpispeed.optim.expert_groups import is_moe_param
 
 if TYPE_CHECKING:
@@ -48,8 +50,8 @@ def transform(model: nn.Module, setup: Setup) -> None:
     groups = read_groups(values_of(setup.plan.config))
     if not groups:
         return
-    if not setup.given.has_optimizer:
-        if compression_of(model) is None and setup.mesh.rank == 0:
+    if not setup.given.has_optimizer and compression_of(model) is None:
+        if setup.mesh.rank == 0:
             log.info("an engine without optimizer compresses nothing; call init_compression(model, config) for it")
         return
     own = [name for name, _ in model.named_modules()]
@@ -57,7 +59,34 @@ def transform(model: nn.Module, setup: Setup) -> None:
     compression = compress(model, groups, elsewhere=names.difference(own))
     for name in compression.layers.keys() - own:
         del compression.layers[name]  # an expert that other ranks have, now that they are shared out
+    _refuse_slices(model, compression)
     _mark_scores(model, compression)
+
+
+def _refuse_slices(model: nn.Module, compression: Compression) -> None:
+    """Refuse layers of which no rank knows enough.
+
+    Raises:
+        ConfigError: the model slices a layer by its own code, and a technique has to know the full one; or a running
+            range would have to know tokens of other slices.
+    """
+    for name, state in compression.layers.items():
+        layer = model.get_submodule(name)
+        cut = marks_of(layer).cuts.get("weight")
+        methods = [method for method in state.techniques if method != WEIGHTS]
+        if cut is not None and cut.kind == OWN and methods:
+            msg = (
+                f"compression_training.{methods[0]}: layer {name} is cut over ranks by the model's own code, and what "
+                "stays and which range counts hangs on the full layer; let initialize cut it (tensor_parallel in the "
+                "config), or quantize its weights only, each slice with its own scales"
+            )
+            raise ConfigError(msg)
+        if RANGE in layer._buffers and "weight" in marks_of(layer).partial:
+            msg = (
+                f"compression_training.activation_quantization: layer {name} gets other tokens on each slice, as whole "
+                "experts do, and has no running range of all; use range_calibration dynamic for it"
+            )
+            raise ConfigError(msg)
 
 
 def _mark_scores(model: nn.Module, compression: Compression) -> None:

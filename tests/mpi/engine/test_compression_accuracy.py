@@ -1,4 +1,4 @@
-"""What a tiny BERT has learned survives each compression technique at the settings of DeepSpeedExamples.
+"""What a tiny BERT has learned survives each technique of compression at the settings of DeepSpeedExamples.
 
 The long comparison is benchmarks/step/compression_accuracy.py.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from mpispeed.compression import redundancy_clean
 from tests.helpers.entailment import WORDS, label_of, make_pairs
 from tests.helpers.paper_compression import TECHNIQUES, section_of
 from tests.zoo.training import config, start
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
 
 STEPS, MORE_STEPS, BATCH = 260, 60, 32
 EASY = {"nouns": 2, "verbs": 2}
-LOSS = 4  # percent; without the steps that follow, heads cost 20 %, and with 1-bit weights 12 % are lost
+LOSS = 4  # percent; weights of 1 bit, which need longer, lose 12
 BERT = BertConfig(
     vocab_size=len(WORDS), hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
     max_position_embeddings=16, num_labels=3, initializer_range=0.15, hidden_dropout_prob=0.0,
@@ -75,9 +76,13 @@ def full(trained):
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_accuracy_stays(name, trained, full):
-    model = copy.deepcopy(trained)
-    train(model, 1e-3, MORE_STEPS, 8, section_of(name, MORE_STEPS, 4, 16))
-    assert accuracy(model) > full - LOSS
+    """Also when the compression becomes permanent."""
+    model, section = copy.deepcopy(trained), section_of(name, MORE_STEPS, 4, 16)
+    train(model, 1e-3, MORE_STEPS, 8, section)
+    found = accuracy(model)
+    assert found > full - LOSS
+    cleaned = redundancy_clean(model, {"compression_training": section})
+    assert accuracy(cleaned) == pytest.approx(found, abs=0.2)  # 3 examples, whose logits may be almost equal
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from mpispeed.base.errors import UsageError
 from mpispeed.ckpt.tools import packed_weights
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.compression import init_compression, redundancy_clean
 from mpispeed.compression.packed_layers import packed_weight
+from mpispeed.pipe import LayerSpec, PipelineModule
 from tests.zoo.training import ADAM, config, start, train
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -100,6 +102,62 @@ def test_a_checkpoint_gives_the_weights_that_the_model_computes_with(world, mpi_
         assert torch.equal(plain(x), before)
     assert (plain.last.weight == 0).sum() >= 24 * WIDTH // 4
     assert (plain.first.bias == 0).sum() == 12
+
+
+@pytest.mark.ranks(2, 4)
+def test_slices_are_exported_whole_and_not_cleaned(world, mpi_tmp_path):
+    sections = {"compression_training": SECTIONS}
+    slices = {"autotp_size": 2, "injection_policy_tuple": {"first": "column", "last": "row"}}
+    engine = start(config(1, BATCH, 1, tensor_parallel=slices, **ADAM) | sections, MLP())
+    torch.manual_seed(6)
+    train(engine, [torch.randn(BATCH, WIDTH) for _ in range(3)])
+    engine.save_checkpoint(str(mpi_tmp_path))
+    x = torch.randn(4, WIDTH)
+    with torch.no_grad():
+        before = engine.eval()(x)
+    with pytest.raises(UsageError, match="first is sliced over ranks"):
+        redundancy_clean(engine, sections | {"train_batch_size": BATCH})
+    engine.destroy()
+    path = mpi_tmp_path / "weights.h5"
+    if world.rank == 0:
+        result = CliRunner().invoke(ckpt, ["export", str(mpi_tmp_path), str(path), "--quantized"])
+        assert result.exit_code == 0, result.output
+    world.comm.barrier()
+    assert {row.name: row.groups for row in packed_weights.rows(path) if row.bits} == {
+        "first.weight": 8,
+        "last.weight": 8,
+    }
+    plain = MLP().eval()
+    plain.load_state_dict(packed_weights.load(path))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), before, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_stages_of_a_pipeline_are_exported_and_cleaned(world, mpi_tmp_path):
+    sparse = technique({"params": {"dense_ratio": 0.5}, "modules": ["*"]}, method="l1")
+    quantized = technique({"params": {"start_bits": 4, "target_bits": 4}}, quantize_weight_in_forward=True)
+    settings = config(1, BATCH, 2, **ADAM)
+    settings["compression_training"] = {"weight_quantization": quantized, "sparse_pruning": sparse}
+    layers = [LayerSpec(nn.Linear, WIDTH, 24), nn.GELU(), LayerSpec(nn.Linear, 24, WIDTH)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    engine = start(settings, model)
+    torch.manual_seed(6)
+    engine.train_batch(iter([(torch.randn(BATCH // 2, WIDTH),) * 2 for _ in range(2)]))
+    engine.save_checkpoint(str(mpi_tmp_path))
+    path = mpi_tmp_path / "weights.h5"
+    if world.rank == 0:
+        result = CliRunner().invoke(ckpt, ["export", str(mpi_tmp_path), str(path), "--quantized"])
+        assert (result.exit_code, "as it is" in result.output) == (0, False), result.output
+    world.comm.barrier()
+    found = packed_weights.load(path)
+    assert {row.bits for row in packed_weights.rows(path) if row.name.endswith("weight")} == {4}
+    cleaned = redundancy_clean(engine, settings)
+    for name, layer in cleaned.named_modules():
+        if isinstance(layer, nn.Linear):
+            assert packed_weight(layer).bits == 4
+            assert torch.equal(layer.weight, found[f"{name}.weight"])
+            assert (layer.weight == 0).float().mean() >= 0.5
 
 
 @pytest.mark.ranks(1)

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from torch import nn
 
 from mpispeed import zero
+from mpispeed.base.errors import ConfigError
 from mpispeed.checkpoints import open_checkpoint
 from mpispeed.compression import init_compression
 from mpispeed.nn.tensor import ColumnLinear, cuts
+from mpispeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.helpers import compression as given
-from tests.helpers.compression import ALL, batches, model, settings
+from tests.helpers.compression import ALL, BATCH, batches, model, settings
 from tests.helpers.covering import in_turn
 from tests.helpers.expert_training import same_tensors
+from tests.helpers.own_cut import Mpu
 from tests.helpers.pipes import gpt_layers
 from tests.helpers.tensor import assert_near, joined
 from tests.zoo import same_bits
@@ -106,3 +110,51 @@ def test_a_checkpoint_fits_other_slices(comm, mpi_tmp_path, name, stage):
         for key in opened.buffers():
             assert torch.equal(again.read_whole(key, "buffer"), opened.read_whole(key, "buffer")), key
         engine.destroy()
+
+
+class OwnLinear(nn.Linear):
+    """A column-parallel layer of a model that slices itself."""
+
+    def __init__(self, rank):
+        super().__init__(4, 6)
+        self.weight.data.add_(rank)
+        self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_layers_that_the_model_slices_itself_may_have_their_weights_quantized():
+    mpu = Mpu(2)
+    nets = [nn.Sequential(OwnLinear(mpu.get_model_parallel_rank()), nn.Linear(6, 2)) for _ in range(2)]
+    engine = start(settings(given.bits(8, 8, 1, ["0"], quantize_weight_in_forward=True)), nets[0], mpu=mpu)
+    assert set(engine.compression.layers) == {"0"}
+    engine.destroy()
+    rows = {"row_pruning": given.technique(["0"], {"dense_ratio": 0.5}, method="topk")}
+    with pytest.raises(ConfigError, match=r"row_pruning: layer 0 is cut over ranks by the model's own code"):
+        start(settings(rows), nets[1], mpu=mpu)
+    mpu.free()
+
+
+@pytest.mark.ranks(2, 4)
+def test_layers_tied_over_stages_have_their_scores_in_common(comm):
+    section = {
+        "sparse_pruning": given.technique(["tied"], {"dense_ratio": 0.5}, method="topk"),
+        **given.bits(6, 6, 1, ["tied", "1"], quantize_weight_in_forward=True),
+    }
+    found = []
+    for stages in (1, 2):
+        tied = [TiedLayerSpec("both", nn.Linear, 6, 6, dtype=torch.float64) for _ in range(2)]
+        net = PipelineModule(
+            [tied[0], LayerSpec(nn.Linear, 6, 6, dtype=torch.float64), tied[1]],
+            num_stages=stages, loss_fn=nn.functional.mse_loss, seed_layers=True, partition_method="uniform",
+        )  # fmt: skip
+        engine = start(settings(section, 1), net)
+        share = BATCH // engine.mesh["data"].size
+        first = engine.mesh.index("data") * share
+        x = torch.randn(3, 2, BATCH, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        losses = [float(engine.train_batch(iter([tuple(both[:, first : first + share])]))) for both in x]
+        scores = engine.module.tied_modules["both"].sparse_scores
+        assert all(torch.equal(scores, other) for other in comm.gather_objects(scores.detach()))
+        found.append((losses, scores.detach().clone()))
+        engine.destroy()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    assert_near(found[1][1], found[0][1], 1e-9)

@@ -57,10 +57,12 @@ CASES = {
     "sparse": [pruned("sparse", "l1", "blocks.0", "head", ratio=0.3), pruned("sparse", "topk", "blocks.1", ratio=0.3)],
     "rows": [pruned("row", "l1", "0.*(wo|mlp)"), pruned("row", "topk", "1.attention.wo", "1.mlp")],
     "rows and followers": [
+        inputs("mlp.2"),
         pruned("row", "l1", "0.mlp.0", related=(("0.mlp.2",),)),
         pruned("row", "topk", "1.mlp.0", related=(("1.mlp.2",),)),
     ],
     "heads": [pruned("head", "topk", "wo", heads=4, related=(("wq", "wk", "wv"),))],
+    "sequence": [inputs("blocks", is_static=True), pruned("row", "topk", "mlp.2")],
     "all": [
         weights(8, "blocks", groups=4),
         inputs("blocks"),
@@ -71,11 +73,11 @@ CASES = {
 }
 
 
-def sliced(comm, groups, *, is_first):
+def sliced(comm, groups, *, is_first, cuts_sequence=False):
     model = build()
     if is_first:
         compress(model, groups, seed=5)
-    inject(model, comm, policy(model))
+    inject(model, comm, policy(model), sequence_parallel=cuts_sequence)
     compress(model, groups, seed=5)
     return model
 
@@ -84,7 +86,8 @@ def sliced(comm, groups, *, is_first):
 def test_slices_compute_what_full_layers_do(comm, case):
     whole = build()
     compress(whole, CASES[case], seed=5)
-    before, after = (sliced(comm, CASES[case], is_first=is_first) for is_first in (True, False))
+    is_sequence = case == "sequence"
+    before, after = (sliced(comm, CASES[case], is_first=each, cuts_sequence=is_sequence) for each in (True, False))
     for cut in (before, after):
         assert set(compression_of(cut).layers) == set(compression_of(whole).layers)
         for name, values in whole_parameters(comm, cut).items():

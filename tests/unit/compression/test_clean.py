@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import sys
 
 import pytest
 import torch
@@ -274,3 +275,13 @@ def test_other_settings_and_missing_values_are_refused():
         model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(UsageError, match="no values on this rank"):
         redundancy_clean(model, config(weights(8, "0")))
+
+
+def test_torchao_that_is_missing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"needs torchao 0\.18 or later"):
+        redundancy_clean(model, config(weights(8, "0")), form="torchao")
+    assert packed_weight(model[0]) is None
+    assert compression_of(model) is None

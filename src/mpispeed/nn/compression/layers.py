@@ -8,6 +8,7 @@ sharded parameters are gathered. Outside of it `weight` is the parameter.
 from __future__ import annotations
 
 import copyreg
+import math
 import sys
 import zlib
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import Kind, initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import Kind, columns_of, initial_scores, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
 from mpispeed.nn.compression.slices import (
@@ -38,6 +39,7 @@ from mpispeed.nn.compression.techniques import (
     Technique,
     WeightQuantization,
 )
+from mpispeed.nn.tensor.linear import CutLayer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -339,43 +341,55 @@ def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
 
 
 def compressed_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input without what the layers before lost, then quantized.
+    """The input, quantized, and without what the layers before lost.
 
     What follows a pruned row or channel is no zero if there is a normalisation or a sigmoid in between; here it becomes
     one, as it will be once it is removed. Gradients pass, so that scores of what was lost go on learning.
     """
     state = _known(layer)
-    for source in state.follows:
-        if source.kept_outputs is not None:
-            kept = source.kept_outputs
-            kept = kept.view(-1, *(1 for _ in x.shape[-2:])) if form_of(layer) == "conv" else along_input(kept, layer)
-            x = copied_gradient(x, x.detach() * kept)
-    return quantized_input(layer, x) if ACTIVATIONS in state.active else x
+    if ACTIVATIONS in state.active:
+        x = quantized_input(layer, x)
+    for kept in _kept_before(layer, state):
+        x = copied_gradient(x, x.detach() * (kept.view(-1, 1, 1) if form_of(layer) == "conv" else kept))
+    return x
+
+
+def _kept_before(layer: nn.Module, state: LayerState) -> list[Tensor]:
+    """Which of its inputs the layers before have kept, as far as they ran."""
+    kept = [source.kept_outputs for source in state.follows if source.kept_outputs is not None]
+    return kept if form_of(layer) == "conv" else [along_input(each, layer) for each in kept]
 
 
 def quantized_input(layer: nn.Module, x: Tensor) -> Tensor:
     """The input as its quantizer has it: by ranges of tokens or images, or by the running range."""
     state = _known(layer)
     technique = cast("ActivationQuantization", state.techniques[ACTIVATIONS])
-    comm = comm_of_input(layer)
-    if not x.numel() and comm is None:
+    if not x.numel() and comm_of_input(layer) is None:
         return x
     if technique.is_static:
         low, high = _running_range(layer, x, state).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
+    masks = _kept_before(layer, state)
+    if "head_pruning" in state.active:
+        slices, weight = Slices.of(layer), cast("Tensor", layer._parameters["weight"])
+        width = (weight.shape if slices is None else slices.cut.shape)[1 - out_dim_of(layer)]
+        masks.append(along_input(columns_of(mask_of(layer, "head").detach(), width), layer))
+    if not masks:
+        return _quantized_rows(layer, x, technique)
+    # Inputs that cleaning removes must not have a part in the ranges.
+    dim, kept = -3 if form_of(layer) == "conv" else -1, torch.stack([mask != 0 for mask in masks]).all(0).nonzero()
+    return x.index_copy(dim, kept.view(-1), _quantized_rows(layer, x.index_select(dim, kept.view(-1)), technique))
+
+
+def _quantized_rows(layer: nn.Module, x: Tensor, technique: ActivationQuantization) -> Tensor:
+    """Inputs quantized by the ranges of their tokens, or of their images."""
+    comm = comm_of_input(layer)
     if comm is not None:
         low, high = shared_range(x, comm, [-1]).unbind()
         return quantize_between(x, low, high, technique.bits, technique.quantizer)
-    images = x.shape[0] if form_of(layer) == "conv" and x.dim() == 4 else 1
-    groups = images if form_of(layer) == "conv" else x.numel() // x.shape[-1]
-    quantizer = replace(technique.quantizer, groups=groups)
-    if "head_pruning" not in state.active:
-        return fake_quantize(x, technique.bits, quantizer)
-    # Heads that cleaning removes must not have a part in the ranges.
-    weight = cast("Tensor", layer._parameters["weight"])
-    columns = spread("head", mask_of(layer, "head").detach(), weight, out_dim_of(layer)).view(-1)
-    kept = columns.nonzero().view(-1)
-    return x.index_copy(-1, kept, fake_quantize(x.index_select(-1, kept), technique.bits, quantizer))
+    is_conv = form_of(layer) == "conv"
+    groups = (x.shape[0] if x.dim() == 4 else 1) if is_conv else math.prod(x.shape[:-1])
+    return fake_quantize(x, technique.bits, replace(technique.quantizer, groups=groups))
 
 
 def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
@@ -394,6 +408,13 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
     if current is not None:
         state._ranges[current] = held.clone()
     return held
+
+
+def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The least and the greatest element of an input, [2]; of all slices, as these may have parts of it."""
+    if isinstance(layer, CutLayer) and layer.comm.size > 1:
+        return shared_range(x, layer.comm, range(x.dim())).view(2)
+    return torch.stack(x.detach().float().aminmax())
 
 
 def _run(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -428,11 +449,3 @@ def shield() -> None:
 def _shielding(_: Pass) -> None:
     """Shield when a pass begins: only then compiled code runs, and a compiler has been loaded."""
     shield()
-
-
-def _range_of(layer: nn.Module, x: Tensor) -> Tensor:
-    """The least and the greatest element of an input, [2], also where ranks have parts of it."""
-    comm = comm_of_input(layer)
-    if comm is not None:
-        return shared_range(x, comm, range(x.dim())).view(2)
-    return torch.stack(x.detach().float().aminmax())

@@ -81,8 +81,12 @@ def spread(kind: Kind, mask: Tensor, weight: Tensor, out_dim: int, slices: Slice
         return mask
     dim, numbers = 1 - out_dim if kind == "head" else out_dim, mask.view(-1)
     if kind == "head":
-        columns = (weight.shape if slices is None else slices.cut.shape)[dim]
-        numbers = mask.view(-1, 1).expand(-1, columns // mask.numel()).reshape(-1)
+        numbers = columns_of(mask, (weight.shape if slices is None else slices.cut.shape)[dim])
     if slices is not None:
         numbers = slices.along(numbers, dim)
     return numbers.view([-1 if each == dim else 1 for each in range(weight.dim())])
+
+
+def columns_of(mask: Tensor, width: int) -> Tensor:
+    """The number of each of `width` columns, from a mask of heads that have as many each."""
+    return mask.view(-1, 1).expand(-1, width // mask.numel()).reshape(-1)

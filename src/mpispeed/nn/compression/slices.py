@@ -153,8 +153,10 @@ def put(layer: nn.Module, name: str, whole: Tensor) -> None:
         marks_of(layer).cuts[name], own = slices.cut, slices.own(whole)
     if not isinstance(whole, nn.Parameter):
         layer.register_buffer(name, own)
-    else:
-        layer.register_parameter(name, whole if own is whole else nn.Parameter(own, whole.requires_grad))
+        return
+    layer.register_parameter(name, whole if own is whole else nn.Parameter(own, whole.requires_grad))
+    if "weight" in marks_of(layer).partial:  # of a layer that sees a part of the tokens
+        marks_of(layer).partial.add(name)
 
 
 def comm_of_input(layer: nn.Module) -> Comm | None:

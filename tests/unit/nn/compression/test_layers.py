@@ -229,6 +229,24 @@ def test_dynamic_ranges_are_those_of_tokens_and_images(kind):
     assert torch.allclose(grad, linear.weight.sum(0).expand(2, 3, 6))
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_inputs_that_were_pruned_have_no_part_in_ranges(kind):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), nn.Linear(8, 3))
+    settings = section("row_pruning", {"method": "l1"}, rp=({"dense_ratio": 0.5}, ["0"], [["2"]]))
+    shared = {"range_calibration": "dynamic", "quantization_type": kind}
+    more = section("activation_quantization", shared, aq=({"bits": 4}, ["2"]))
+    settings["compression_training"] |= more["compression_training"]
+    init_compression(model, settings)
+    x = torch.randn(6, 5)
+    out = model(x)
+    first, last = model[0], model[2]
+    kept = first.row_mask.flatten().nonzero().view(-1)
+    inner = torch.sigmoid(F.linear(x, first.weight[kept], first.bias[kept]))
+    inner = fake_quantize(inner, 4, Quantizer(kind, groups=6))
+    assert torch.allclose(out, F.linear(inner, last.weight[:, kept], last.bias), atol=1e-6)
+
+
 def test_static_ranges_run_with_training_passes():
     layer = nn.Linear(4, 2)
     model = activations(layer, "static")
