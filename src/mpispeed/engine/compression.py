@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.distinct import distinct_over, mark_distinct
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
+from mpispeed.engine import compression_blocks
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.engine.step import Place
 from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
@@ -120,7 +121,7 @@ def attach(context: Context) -> Hooks:
     Collective over: all ranks, if it is.
 
     Raises:
-        ConfigError: scores would not be trained.
+        ConfigError: scores would not be trained, or blocks cannot be pruned as the settings say.
     """
     compression = compression_of(context.module)
     if compression is None:
@@ -129,11 +130,13 @@ def attach(context: Context) -> Hooks:
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
+    blocks = compression_blocks.attach(context, compression)
     return Hooks(
-        [(Place.PUBLISHED, run)],
+        [*([] if blocks is None else [(Place.CLIPPED, blocks)]), (Place.PUBLISHED, run)],
         state=run.state,
         check=run.check,
         load=run.load,
+        slots=None if blocks is None else blocks.slots,
         published={"compression": compression},
     )
 

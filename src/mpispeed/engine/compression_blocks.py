@@ -18,12 +18,9 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.units import format_list
-from mpispeed.engine.hooks import Context, Hooks
-from mpispeed.engine.step import Place
 from mpispeed.nn.compression.blocks import DECAY, Pattern, Ramp, rank_at, ranks_of
 from mpispeed.nn.compression.layers import state_of
 from mpispeed.nn.compression.matching import out_dim_of
-from mpispeed.nn.compression.model import compression_of
 from mpispeed.nn.compression.techniques import Group, Pruning
 from mpispeed.sharding.update_windows import StateStore, read_gradients
 from mpispeed.store.placement import REPLICATED
@@ -34,7 +31,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.engine.hooks import Context
     from mpispeed.engine.step import StepContext
+    from mpispeed.nn.compression.model import Compression
     from mpispeed.store.layout import Entry, Span, Unit
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class _Choice:
         self.target.mask.copy_(pattern.ungrouped(kept, self.target.entry.shape, self.target.out_dim))
 
 
-def attach(context: Context) -> Hooks | None:
+def attach(context: Context, compression: Compression) -> BlockPruning | None:
     """Prune the layers of groups with this method; None without any.
 
     Collective over: the pipe axis.
@@ -116,8 +115,8 @@ def attach(context: Context) -> Hooks | None:
     Raises:
         ConfigError: no layer fits, the pattern cannot become so sparse, or ranks do not have the mean of gradients.
     """
-    compression, optimization = compression_of(context.module), context.parts.optimization
-    groups = [group for group in compression.groups if _is_ours(group)] if compression is not None else []
+    optimization = context.parts.optimization
+    groups = [group for group in compression.groups if _is_ours(group)]
     if not groups or optimization is None:
         return None
     if optimization.exchange.is_phased:
@@ -126,8 +125,7 @@ def attach(context: Context) -> Hooks | None:
             f"optimizer {optimization.rule.name} does not have; take another optimizer, or the method l1 or topk"
         )
         raise ConfigError(msg)
-    pruning = BlockPruning(context, [_pruned(context, group) for group in groups])
-    return Hooks([(Place.CLIPPED, pruning)], slots=pruning.slots)
+    return BlockPruning(context, [_pruned(context, group) for group in groups])
 
 
 def _is_ours(group: Group) -> bool:

@@ -14,7 +14,6 @@ from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.engine import (
     compression,
-    compression_blocks,
     curriculum,
     data_loading,
     drills,
@@ -62,7 +61,6 @@ BUILT_IN = (
     Feature("expert_loads", expert_loads.attach),
     Feature("progressive_layer_drop", layer_drop.attach, section=ProgressiveLayerDrop, transform=layer_drop.transform),
     Feature("random_ltd", random_ltd.attach),
-    Feature("block_pruning", compression_blocks.attach),
     Feature("curriculum_learning", curriculum.attach),
     Feature("data_sampling", sampling.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
