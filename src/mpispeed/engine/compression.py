@@ -14,6 +14,7 @@ from mpispeed.engine.step import Place
 from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
 from mpispeed.nn.compression.layers import RANGE
+from mpispeed.nn.compression.model import is_taught
 from mpispeed.nn.compression.record import record_of
 from mpispeed.nn.compression.techniques import WEIGHTS
 from mpispeed.nn.tensor.tensor_cut import OWN, marks_of
@@ -48,6 +49,7 @@ def transform(model: nn.Module, setup: Setup) -> None:
     Raises:
         ConfigError: the groups of the config do not fit to the model, or to what it has already.
     """
+    _tell_untaught(model, setup)
     groups = read_groups(values_of(setup.plan.config))
     if not groups:
         return
@@ -62,6 +64,21 @@ def transform(model: nn.Module, setup: Setup) -> None:
         del compression.layers[name]  # an expert that other ranks have, now that they are shared out
     _refuse_slices(model, compression)
     _mark_scores(model, compression)
+
+
+def _tell_untaught(model: nn.Module, setup: Setup) -> None:
+    """Warn if `layer_reduction` is enabled and nothing has been copied: an engine has no teacher to copy from.
+
+    Collective over: the pipe axis, if it is enabled and the model is trained.
+    """
+    if not (setup.plan.config.compression_training.layer_reduction.enabled and setup.given.has_optimizer):
+        return
+    if not any(setup.mesh["pipe"].gather_objects(is_taught(model))) and setup.mesh.rank == 0:
+        log.warning(
+            "compression_training.layer_reduction is enabled, and no layer of the model was copied from a teacher: "
+            "initialize copies none; call student_initialization(student, teacher, config) before it, unless "
+            "load_checkpoint brings the layers"
+        )
 
 
 def _refuse_slices(model: nn.Module, compression: Compression) -> None:
