@@ -160,6 +160,21 @@ def test_stages_of_a_pipeline_are_exported_and_cleaned(world, mpi_tmp_path):
             assert (layer.weight == 0).float().mean() >= 0.5
 
 
+@pytest.mark.ranks(1, 2)
+def test_what_is_not_in_its_last_state_is_told_once(world, caplog):
+    """By one rank, for the layers of all stages."""
+    sparse = technique({"params": {"dense_ratio": 0.5}}, schedule_offset=10)
+    settings = config(1, BATCH, world.size, **ADAM, compression_training={"sparse_pruning": sparse})
+    layers = [LayerSpec(nn.Linear, WIDTH, 24), nn.GELU(), LayerSpec(nn.Linear, 24, WIDTH)]
+    model = PipelineModule(layers, num_stages=world.size, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    engine = start(settings, model)
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        redundancy_clean(engine, settings)
+    said = [each.getMessage() for each in caplog.records if each.name.endswith("compression.clean")]
+    assert len(said) == (world.rank == 0)
+    assert all(name in text for text in said for name in ("0 (sparse_pruning)", "2 (sparse_pruning)", "no step was"))
+
+
 @pytest.mark.ranks(1)
 def test_a_run_without_compression_has_no_record(mpi_tmp_path):
     engine = start(config(0, BATCH, **ADAM), MLP())
