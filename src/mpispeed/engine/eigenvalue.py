@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,8 +207,8 @@ class Eigenvalues:
             ConfigError: they are something else.
         """
         values = state.get("eigenvalues")
-        if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
-            msg = f"eigenvalues are {values!r}; expected a list of numbers"
+        if not isinstance(values, list) or not all(isinstance(each, float) and math.isfinite(each) for each in values):
+            msg = f"eigenvalues are {values!r:.200}; expected a list of finite numbers"
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, Any]) -> None:
