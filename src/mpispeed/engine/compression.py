@@ -148,6 +148,12 @@ def attach(context: Context) -> Hooks:
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
     blocks = compression_blocks.attach(context, compression)
+
+    def catch_up(_: object) -> None:
+        if run.catch_up() and blocks is not None:
+            blocks.tell_late()
+
+    context.bus.subscribe(Event.LOAD_END, catch_up)
     return Hooks(
         [*([] if blocks is None else [(Place.CLIPPED, blocks)]), (Place.PUBLISHED, run)],
         state=run.state,
@@ -180,7 +186,7 @@ class Run:
     def __init__(self, context: Context, compression: Compression) -> None:
         """Begin before the first update. Collective over: all ranks."""
         self._compression, self._is_first = compression, context.mesh.rank == 0
-        self._step = 0
+        self._step, self._counters = 0, context.counters
         own = {name: plan for name, state in compression.layers.items() if (plan := _plan_of(state)) is not None}
         # Every rank knows those of all stages, so that any of them can write or read a checkpoint.
         plans = {name: plan for ranks in context.mesh.world.comm.gather_objects(own) for name, plan in ranks.items()}
@@ -252,6 +258,14 @@ class Run:
             each.load(_of(name, state))
         self._show()
         self._compression.forget_masks()
+
+    def catch_up(self) -> bool:
+        """Go on at the update of the run, after a checkpoint that knows nothing of compression; True if so. Local."""
+        step = self._counters.applied_steps
+        is_behind = self._step != step
+        if is_behind:
+            self.load({"step": step, "bits": {}})
+        return is_behind
 
 
 def _of(name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
