@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -22,6 +23,7 @@ from mpispeed.compression import torchao_weights
 from mpispeed.compression.api import read_section
 from mpispeed.compression.last_weights import Cut, last_weight
 from mpispeed.compression.packed_layers import pack_weight, packed_weight
+from mpispeed.engine.agreement import configuring
 from mpispeed.engine.engine import Engine
 from mpispeed.mesh.world import current
 from mpispeed.nn.compression.layers import LayerState, Progress, make_compressible, make_plain, mask_of
@@ -88,7 +90,9 @@ def redundancy_clean(
         model = _out_of(model)
     inner = getattr(model, "module", None)
     inner = inner if isinstance(inner, nn.Module) else model
-    compression = compress(inner, groups)
+    world = current()
+    with nullcontext() if world is None or not was_engine else configuring(world.comm):
+        compression = compress(inner, groups)
     cleaning = _Cleaning(inner, compression, form)
     _tell_early(cleaning.early(), compression.progress.step, is_shared=was_engine)
     cleaning.run()

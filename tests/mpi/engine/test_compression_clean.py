@@ -5,7 +5,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.ckpt.tools import packed_weights
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.compression import init_compression, redundancy_clean
@@ -173,6 +173,17 @@ def test_what_is_not_in_its_last_state_is_told_once(world, caplog):
     said = [each.getMessage() for each in caplog.records if each.name.endswith("compression.clean")]
     assert len(said) == (world.rank == 0)
     assert all(name in text for text in said for name in ("0 (sparse_pruning)", "2 (sparse_pruning)", "no step was"))
+
+
+@pytest.mark.ranks(2)
+def test_settings_that_fit_to_one_stage_only_are_refused_on_all():
+    """Of an engine that was not compressed."""
+    layers = [LayerSpec(nn.Linear, WIDTH, 24), LayerSpec(nn.Linear, 24, WIDTH)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    engine = start(config(1, BATCH, 2, **ADAM), model)
+    sparse = technique({"params": {"dense_ratio": 0.5}, "modules": ["^0$"]})
+    with pytest.raises(ConfigError, match="matches no linear"):
+        redundancy_clean(engine, {"compression_training": {"sparse_pruning": sparse}})
 
 
 @pytest.mark.ranks(1)
