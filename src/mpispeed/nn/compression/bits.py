@@ -84,6 +84,10 @@ class BitSchedule:
             self.period *= 2 * (1 if curvature is None else 1 + math.floor(4 * curvature))
             self._faded = 0
 
+    def _has(self, bits: int, period: int) -> bool:
+        """True if the plan can come to these."""
+        return self.plan.target <= bits <= self.plan.start and period >= self.plan.period
+
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return {"plan": asdict(self.plan), "now": [self.steps + self.plan.offset, self.bits, self.period, self._faded]}
@@ -94,13 +98,14 @@ class BitSchedule:
         Raises:
             ConfigError: these are not the values of `state`.
         """
-        now = state.get("now")
-        if not isinstance(now, list) or len(now) != 4 or not all(type(each) is int and each >= 0 for each in now):
+        now, is_same = state.get("now"), state.get("plan") == asdict(self.plan)
+        is_list = isinstance(now, list) and len(now) == 4 and all(type(each) is int and each >= 0 for each in now)
+        if not is_list or (is_same and not self._has(*now[1:3])):
             msg = f"the state of a schedule of bits is {now!r}; expected updates, bits, period and steps since a fall"
             raise ConfigError(msg)
         updates, *rest = now
         self.steps = updates - self.plan.offset
-        if state.get("plan") == asdict(self.plan):
+        if is_same:
             self.bits, self.period, self._faded = rest
             return
         self.bits, self.period, self._faded = self.plan.start, self.plan.period, max(self.steps, 0)

@@ -94,3 +94,6 @@ def test_what_cannot_be_is_refused():
     for now in (None, [1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 0.5], [1, 2, 3, True]):
         with pytest.raises(ConfigError, match="the state of a schedule of bits is"):
             schedule.load({"now": now})
+    for now in ([1, 9, 1, 0], [1, 3, 8, 0], [1, 8, 0, 0]):
+        with pytest.raises(ConfigError, match="the state of a schedule of bits is"):
+            schedule.load(schedule.state() | {"now": now})
