@@ -93,6 +93,14 @@ def test_a_second_call_changes_nothing_and_other_settings_are_refused():
         init_compression(model, weights(bits=5))
 
 
+def test_a_model_of_which_a_part_was_compressed_is_refused():
+    """Its layers would be looked for by names that the part has."""
+    model = network()
+    init_compression(model, weights())
+    with pytest.raises(ConfigError, match="only the part '0' of the model was compressed"):
+        init_compression(nn.Sequential(model), weights())
+
+
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
 
