@@ -404,7 +404,9 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
         return _range_of(layer, x) if is_first else held
     with torch.no_grad():
         seen = _range_of(layer, x)
-        held.copy_(seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM))
+        moved = seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM)
+        # An overflow, whose step is skipped, would stay in the range for good.
+        held.copy_(torch.where(seen.isfinite().all(), moved, held))
     if current is not None:
         state._ranges[current] = held.clone()
     return held

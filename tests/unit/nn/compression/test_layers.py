@@ -275,6 +275,16 @@ def test_static_ranges_run_with_training_passes():
     assert torch.equal(layer.activation_range, held)
 
 
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_overflows_do_not_stay_in_ranges(value):
+    layer = nn.Linear(4, 2)
+    model = activations(layer, "static")
+    for range_ in ([torch.inf, -torch.inf], [-1.0, 1.0]):
+        layer.activation_range.copy_(torch.tensor(range_))
+        model(torch.tensor([[0.5, value, 2.0, 4.0]]))
+        assert layer.activation_range.tolist() == range_
+
+
 def test_a_pass_that_backward_runs_again_counts_once():
     layer = nn.Linear(4, 2)
     model = activations(layer, "static")
