@@ -128,9 +128,9 @@ def attach(context: Context) -> Hooks:
         return Hooks(published={"compression": None})
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
+    blocks = compression_blocks.attach(context, compression)
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
-    blocks = compression_blocks.attach(context, compression)
     return Hooks(
         [*([] if blocks is None else [(Place.CLIPPED, blocks)]), (Place.PUBLISHED, run)],
         state=run.state,
