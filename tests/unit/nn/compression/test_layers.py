@@ -145,6 +145,16 @@ def test_a_fixed_mask_of_a_checkpoint_is_kept():
     assert torch.equal(other.sparse_mask, layer.sparse_mask)
 
 
+def test_a_fixed_mask_of_another_ratio_is_made_anew():
+    layer, other = nn.Linear(6, 4), nn.Linear(6, 4)
+    first, second = masked("sparse_pruning", 0.5, layer), masked("sparse_pruning", 0.25, other)
+    first(torch.ones(1, 6))
+    second.load_state_dict(first.state_dict())
+    second(torch.ones(1, 6))
+    largest = layer.weight.abs().flatten().topk(6).indices
+    assert set(other.sparse_mask.flatten().nonzero().flatten().tolist()) == set(largest.tolist())
+
+
 def test_rows_go_with_their_biases():
     layer = nn.Linear(3, 4)
     model = masked("row_pruning", 0.5, layer, method="l1")
