@@ -145,9 +145,9 @@ def attach(context: Context) -> Hooks:
         return Hooks(published={"compression": None})
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
+    blocks = compression_blocks.attach(context, compression)
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
-    blocks = compression_blocks.attach(context, compression)
 
     def catch_up(_: object) -> None:
         if run.catch_up() and blocks is not None:

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.native.token_choice import key_of
-from mpispeed.nn.compression.masks import Kind, columns_of, initial_scores, l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import (
+    Kind,
+    columns_of,
+    initial_scores,
+    kept_count,
+    l1_scores,
+    mask_shape,
+    spread,
+    top_k_mask,
+)
 from mpispeed.nn.compression.matching import form_of, out_dim_of
 from mpispeed.nn.compression.quantizers import Quantizer, copied_gradient, fake_quantize, quantize_between
 from mpispeed.nn.compression.slices import (
@@ -327,7 +336,8 @@ def mask_of(layer: nn.Module, kind: Kind) -> Tensor:
     mask = cast("Tensor", layer._buffers[f"{kind}_mask"])
     if pruning.scores == "l1" and pruning.method not in state.has_mask:
         parts = slices if kind == "sparse" else None
-        if bool(mask.all()) if parts is None else parts.is_all(mask):  # else it comes from a checkpoint
+        count, size = (int(mask.sum()), mask.numel()) if parts is None else (parts.count(mask), parts.size)
+        if count != kept_count(size, pruning.dense_ratio):  # else it comes from a checkpoint
             weight = cast("Tensor", layer._parameters["weight"]).detach()
             weight = weight if slices is None else slices.whole(weight)
             scores = l1_scores(kind, weight, out_dim_of(layer), pruning.num_heads)
@@ -404,7 +414,9 @@ def _running_range(layer: nn.Module, x: Tensor, state: LayerState) -> Tensor:
         return _range_of(layer, x) if is_first else held
     with torch.no_grad():
         seen = _range_of(layer, x)
-        held.copy_(seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM))
+        moved = seen if is_first else held * MOMENTUM + seen * (1 - MOMENTUM)
+        # An overflow, whose step is skipped, would stay in the range for good.
+        held.copy_(torch.where(seen.isfinite().all(), moved, held))
     if current is not None:
         state._ranges[current] = held.clone()
     return held

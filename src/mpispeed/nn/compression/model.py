@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 
@@ -111,8 +112,21 @@ def _consumers(modules: dict[str, nn.Module], match: Match) -> list[str]:
 
 
 def compression_of(model: nn.Module) -> Compression | None:
-    """What is compressed in a model; None if nothing is."""
-    return next((module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__), None)
+    """What is compressed in a model; None if nothing is.
+
+    Raises:
+        ConfigError: a part of it was compressed, whose layers have other names there.
+    """
+    if _MARK in model.__dict__:
+        return cast("Compression", model.__dict__[_MARK])
+    for name, module in model.named_modules():
+        if _MARK in module.__dict__ and module.__dict__[_MARK].layers:
+            msg = (
+                f"compression: only the part {name!r} of the model was compressed, whose layers have other names "
+                "in the whole one; give init_compression what initialize is given, or leave it to initialize"
+            )
+            raise ConfigError(msg)
+    return None
 
 
 def mark_taught(module: nn.Module) -> None:

@@ -71,11 +71,16 @@ class Slices:
         missing = self._held - len(found)
         return F.pad(found, (0, missing)) if missing else found
 
-    def is_all(self, mask: Tensor) -> bool:
-        """True if the mask is true everywhere on all ranks, padding apart. Collective over: the slices."""
-        found = mask.narrow(self.cut.dim, 0, len(self._places)).all().to(torch.int32)
-        self.comm.all_reduce(found, "min")
-        return bool(found)
+    @property
+    def size(self) -> int:
+        """Elements of the full weight."""
+        return math.prod(self.cut.shape)
+
+    def count(self, mask: Tensor) -> int:
+        """How often a mask like the full weight is true, of which ranks have parts. Collective over: the slices."""
+        found = mask.narrow(self.cut.dim, 0, len(self._places)).sum()
+        self.comm.all_reduce(found)
+        return int(found)
 
     def group_numbers(self, groups: int) -> Tensor:
         """The quantization group of each element of this rank's part, of the flat full weight in equal groups.

@@ -93,6 +93,14 @@ def test_a_second_call_changes_nothing_and_other_settings_are_refused():
         init_compression(model, weights(bits=5))
 
 
+def test_a_model_of_which_a_part_was_compressed_is_refused():
+    """Its layers would be looked for by names that the part has."""
+    model = network()
+    init_compression(model, weights())
+    with pytest.raises(ConfigError, match="only the part '0' of the model was compressed"):
+        init_compression(nn.Sequential(model), weights())
+
+
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +143,16 @@ def test_a_fixed_mask_of_a_checkpoint_is_kept():
         other.weight.copy_(torch.randn(4, 6))
     second(torch.ones(1, 6))
     assert torch.equal(other.sparse_mask, layer.sparse_mask)
+
+
+def test_a_fixed_mask_of_another_ratio_is_made_anew():
+    layer, other = nn.Linear(6, 4), nn.Linear(6, 4)
+    first, second = masked("sparse_pruning", 0.5, layer), masked("sparse_pruning", 0.25, other)
+    first(torch.ones(1, 6))
+    second.load_state_dict(first.state_dict())
+    second(torch.ones(1, 6))
+    largest = layer.weight.abs().flatten().topk(6).indices
+    assert set(other.sparse_mask.flatten().nonzero().flatten().tolist()) == set(largest.tolist())
 
 
 def test_rows_go_with_their_biases():
@@ -265,6 +283,16 @@ def test_static_ranges_run_with_training_passes():
     model.eval()
     model(torch.full((1, 4), 1000.0))
     assert torch.equal(layer.activation_range, held)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_overflows_do_not_stay_in_ranges(value):
+    layer = nn.Linear(4, 2)
+    model = activations(layer, "static")
+    for range_ in ([torch.inf, -torch.inf], [-1.0, 1.0]):
+        layer.activation_range.copy_(torch.tensor(range_))
+        model(torch.tensor([[0.5, value, 2.0, 4.0]]))
+        assert layer.activation_range.tolist() == range_
 
 
 def test_a_pass_that_backward_runs_again_counts_once():
