@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.compression.student import copy_layers
+from mpispeed.compression.student import copy_layers, unwrapped
 from mpispeed.config.compress import CompressionTraining, LayerReduction
 from mpispeed.config.load import load
 from mpispeed.engine.agreement import configuring
@@ -45,7 +45,7 @@ def init_compression(
     """
     section = read_section(deepspeed_config)
     copy_layers(model, teacher_model, LayerReduction(**section["layer_reduction"]))
-    inner, groups = _inner(model), read_groups(section)
+    inner, groups = unwrapped(model), read_groups(section)
     if isinstance(inner, PipelineModule):
         own, mesh = [name for name, _ in inner.named_modules()], inner.grid.mesh
         everywhere = {name for names in mesh["pipe"].gather_objects(own) for name in names}
@@ -79,7 +79,7 @@ class CompressionScheduler:
     """
 
     def __init__(self, model: nn.Module, config: str | Path | Mapping[str, Any] | None = None) -> None:
-        found = compression_of(_inner(model))
+        found = compression_of(unwrapped(model))
         if found is None:
             msg = "compression_scheduler: the model is not compressed; call init_compression(model, config) first"
             raise UsageError(msg)
@@ -109,8 +109,3 @@ def read_section(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, Mapping) and config and config.keys() <= CompressionTraining.model_fields.keys():
         config = {"compression_training": config}
     return values_of(load(config).config)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model

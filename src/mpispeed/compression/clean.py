@@ -23,15 +23,17 @@ from mpispeed.compression import torchao_weights
 from mpispeed.compression.api import read_section
 from mpispeed.compression.last_weights import Cut, last_weight
 from mpispeed.compression.packed_layers import pack_weight, packed_weight
+from mpispeed.compression.student import unwrapped
 from mpispeed.engine.agreement import configuring
 from mpispeed.engine.engine import Engine
 from mpispeed.mesh.world import current
 from mpispeed.nn.compression.layers import LayerState, Progress, make_compressible, make_plain, mask_of
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
-from mpispeed.nn.compression.model import compress, forget
+from mpispeed.nn.compression.model import compress, compression_of, forget
 from mpispeed.nn.compression.slices import Slices
-from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Pruning, read_groups
+from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Group, Pruning, read_groups
+from mpispeed.sharding.sharded_param import is_sharded
 
 if TYPE_CHECKING:
     from mpispeed.nn.compression.model import Compression
@@ -58,12 +60,14 @@ def redundancy_clean(
     asymmetric quantizer), stay parameters with the quantized values. Quantization of activations stays as it is.
 
     With related modules rows, heads and channels go, and the attributes of layers with them; modules of attention above
-    the layers get their new number of heads. What lies between a layer and those that follow it has to work on each
-    element alone (GELU, dropout), or be a batch norm that is named as related.
+    the layers get their new number of heads. Of several layers that feed one, what any of them loses goes from all.
+    What lies between a layer and those that follow it has to work on each element alone (GELU, dropout), or be a batch
+    norm that is named as related.
 
     Args:
         model: that `init_compression` or `initialize` compressed, or a new one into which `load_state_dict` put the
-            state of such a model; or an engine, which ends here: every rank then has the whole model (of its stage).
+            state of such a model; or an engine, which ends here: every rank then has the whole model (of its stage, and
+            with its experts).
         deepspeed_config: the settings of the run: a dict, or the path of a JSON file.
         mpu: not needed.
         form: of weights of up to 8 bits: packed codes, or, for linear layers where each row has one scale, tensors of
@@ -78,18 +82,11 @@ def redundancy_clean(
     if form == "torchao":
         torchao_weights.require()
     groups = read_groups(read_section(deepspeed_config))
-    for name, layer in model.named_modules():
-        if Slices.of(layer) is not None:
-            msg = (
-                f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and load its weights into an "
-                "unsliced model that init_compression made, or use mpispeed ckpt export --quantized"
-            )
-            raise UsageError(msg)
     was_engine = isinstance(model, Engine)
     if isinstance(model, Engine):
-        model = _out_of(model)
-    inner = getattr(model, "module", None)
-    inner = inner if isinstance(inner, nn.Module) else model
+        model = _out_of(model, groups)
+    inner = unwrapped(model)
+    _require_full(inner)
     world = current()
     with nullcontext() if world is None or not was_engine else configuring(world.comm):
         compression = compress(inner, groups)
@@ -100,8 +97,27 @@ def redundancy_clean(
     return model
 
 
-def _out_of(engine: Engine) -> nn.Module:
-    """The model of an engine with its whole parameters; the engine ends. Collective over: all ranks."""
+def _require_full(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if Slices.of(layer) is not None:
+            msg = (
+                f"redundancy_clean: {name} is sliced over ranks; save a checkpoint, and load its weights into an "
+                "unsliced model that init_compression made, or use mpispeed ckpt export --quantized"
+            )
+            raise UsageError(msg)
+
+
+def _out_of(engine: Engine, groups: list[Group]) -> nn.Module:
+    """The model of an engine with its whole parameters; the engine ends, unless the model cannot be cleaned.
+
+    Collective over: all ranks.
+    """
+    comm = engine.mesh.world.comm
+    with comm.together(UsageError):
+        _require_full(engine.module)
+    with configuring(comm):
+        if compression_of(engine.module) is not None:
+            compress(engine.module, groups)  # the settings are the same
     if engine.mpispeed.parts.params.away:
         engine.reload_states()
     engine.destroy()
@@ -195,18 +211,15 @@ class _Cleaning:
                 if pruning is not None:
                     self._mask(name, plan, pruning)
         for name, plan in self._plans.items():
-            if getattr(plan.layer, "groups", 1) != 1 and (plan.keep_in is not None or plan.keep_out is not None):
-                msg = f"redundancy_clean: {name} is a convolution in groups, which cannot lose channels; leave it out"
-                raise ConfigError(msg)
+            self._join(name, plan)
         for plan in self._plans.values():
             self._finish(plan)
         forget(self._model)
 
     def _check(self) -> None:
         for name, plan in self._plans.items():
-            weight = plan.layer._parameters.get("weight")
-            if weight is not None and (
-                weight.is_meta or tuple(getattr(weight, "ds_shape", weight.shape)) != weight.shape
+            if any(
+                param is not None and (param.is_meta or is_sharded(param)) for param in plan.layer._parameters.values()
             ):
                 msg = f"redundancy_clean: {name} has no values on this rank; pass the engine, which gathers them"
                 raise UsageError(msg)
@@ -242,6 +255,22 @@ class _Cleaning:
         for other in related:
             is_norm = form_of(self._plans[other].layer) == "norm"
             self._plans[other].keep("out" if is_norm else "in", mask.view(-1))
+
+    def _join(self, name: str, plan: _Plan) -> None:
+        """Let a layer lose what others do that feed the same layer, which gets none of it in training, either."""
+        for method in ("row_pruning", "channel_pruning"):
+            others = [self._plans[other] for other in plan.state.related.get(method, ())]
+            norms = [other for other in others if form_of(other.layer) == "norm"]
+            for consumer in (other for other in others if form_of(other.layer) != "norm"):
+                taken = cast("Tensor", consumer.keep_in)
+                for each in (plan, *norms):
+                    each.keep("out", taken)
+                if not torch.equal(taken, cast("Tensor", plan.keep_out)):
+                    msg = (
+                        f"redundancy_clean: layers that follow {name} lose different inputs, since other layers feed "
+                        "some of them, too; name the same related modules for all of these"
+                    )
+                    raise ConfigError(msg)
 
     def _count_heads(self, related: tuple[str, ...], mask: Tensor, columns: Tensor) -> None:
         """Tell the modules of attention above these layers how many heads are left."""

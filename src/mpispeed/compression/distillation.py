@@ -200,7 +200,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
-        """As `mpispeed.init_inference(model, **settings)`; but the dtype of most of the model is the default.
+        """As `mpispeed.init_inference(model, **settings)`; but without a config the dtype is that of most of the model.
 
         With `zero={"stage": 3}` each rank keeps a share of the parameters and gathers each layer when it runs; with
         `offload_param` there, in swap files. A model too large for a rank is built in `zero.Init`, or on torch's meta

@@ -18,7 +18,7 @@ from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.tools.casting import cast
 from mpispeed.compression.last_weights import Cut, last_weight
-from mpispeed.nn.compression.masks import mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.record import LayerRecord, read_record
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class CheckpointPacker:
         for name, record in records.items():
             weight = aliases.get(f"{name}.weight", f"{name}.weight")
             users = {weight, *(alias for alias, canonical in aliases.items() if canonical == weight)}
+            if len(users) > 1 and record.prunings:
+                self.left[f"{name}.weight"] = "other layers have it too, each with masks and a bias of its own"
+                continue
             if weight not in names:
                 self.left[f"{name}.weight"] = "it is stored under another name, or with those of other layers"
                 continue
@@ -93,7 +96,8 @@ class CheckpointPacker:
         weight = self._trained(f"{layer}.weight")
         quantizer = self._fitting(layer, record, tuple(weight.shape))
         zeros = [
-            spread(pruning.kind, self._mask(layer, pruning), weight, record.out_dim) for pruning in record.prunings
+            spread(pruning.kind, self._mask(layer, record, pruning), weight, record.out_dim)
+            for pruning in record.prunings
         ]
         packed, values = last_weight(weight, record.bits, quantizer, Cut(zeros))
         if packed is not None:
@@ -123,7 +127,8 @@ class CheckpointPacker:
         return quantizer
 
     def _bias(self, layer: str, record: LayerRecord) -> np.ndarray | None:
-        masks = [self._mask(layer, each).view(-1) for each in record.prunings if each.kind in ("row", "channel")]
+        prunings = [each for each in record.prunings if each.kind in ("row", "channel")]
+        masks = [self._mask(layer, record, each).view(-1) for each in prunings]
         if not masks:
             return None
         bias = self._trained(f"{layer}.bias").float()
@@ -132,12 +137,18 @@ class CheckpointPacker:
         found: np.ndarray = bias.numpy()
         return found
 
-    def _mask(self, layer: str, pruning: Pruning) -> Tensor:
+    def _mask(self, layer: str, record: LayerRecord, pruning: Pruning) -> Tensor:
         name, slot = self._place(layer, pruning)
         if pruning.is_learned:
             return top_k_mask(self._trained(name), pruning.dense_ratio) != 0
         stored = self._reader.stored(name, slot)
-        return schema.from_array(self._reader.read_array(name, slot), stored.dtype) != 0
+        mask = schema.from_array(self._reader.read_array(name, slot), stored.dtype) != 0
+        if pruning.scores != "l1" or not bool(mask.all()):
+            return mask
+        # Pruning has not begun: the mask is that which it would begin with, as in `redundancy_clean`.
+        weight = self._trained(f"{layer}.weight")
+        scores = l1_scores(pruning.kind, weight, record.out_dim, pruning.num_heads)
+        return top_k_mask(scores, pruning.dense_ratio) != 0
 
     def _place(self, layer: str, pruning: Pruning) -> tuple[str, str]:
         """Name and slot of the scores or the mask of a pruning."""

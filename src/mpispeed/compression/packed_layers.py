@@ -120,9 +120,10 @@ def _look_up(layer: nn.Embedding, index: Tensor) -> Tensor:
     if layer.max_norm is not None or packed.scales.numel() != rows or width * packed.bits % 8:
         return nn.Embedding.forward(layer, index)
     flat = index.reshape(-1)
-    offsets = None if packed.offsets is None else packed.offsets[flat]
-    own = packed.codes.view(rows, -1)[flat].view(-1)
-    picked = packed._replace(codes=own, scales=packed.scales[flat], offsets=offsets, shape=(len(flat), width))
+    # Not by indexing, to which numbers below 0, and bytes, mean something else.
+    own, scales = packed.codes.view(rows, -1).index_select(0, flat).view(-1), packed.scales.index_select(0, flat)
+    offsets = None if packed.offsets is None else packed.offsets.index_select(0, flat)
+    picked = packed._replace(codes=own, scales=scales, offsets=offsets, shape=(len(flat), width))
     return picked.values(layer.__dict__[_FACTS].dtype).view(*index.shape, width)
 
 

@@ -66,10 +66,10 @@ class PackedCodes(NamedTuple):
             own = self.codes[first * self.bits // 8 : byte_count(last, self.bits)]
             part = _unpack(own, self.bits, last - first, is_signed=self.is_signed).float()
             group, end = first // length, -(-last // length)
-            inside = slice(first - group * length, last - group * length)
-            part *= self.scales[group:end].repeat_interleave(length)[inside]
+            counts = (torch.arange(group, end + 1, device=own.device) * length).clamp(first, last).diff()
+            part *= self.scales[group:end].repeat_interleave(counts)
             if self.offsets is not None:
-                part += self.offsets[group:end].repeat_interleave(length)[inside]
+                part += self.offsets[group:end].repeat_interleave(counts)
             out[first:last] = part
         return out.view(self.shape)
 

@@ -5,6 +5,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+import mpispeed
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.ckpt.tools import packed_weights
 from mpispeed.cli.ckpt import ckpt
@@ -184,6 +185,63 @@ def test_settings_that_fit_to_one_stage_only_are_refused_on_all():
     sparse = technique({"params": {"dense_ratio": 0.5}, "modules": ["^0$"]})
     with pytest.raises(ConfigError, match="matches no linear"):
         redundancy_clean(engine, {"compression_training": {"sparse_pruning": sparse}})
+
+
+@pytest.mark.ranks(1)
+def test_masks_that_training_has_not_made_yet_are_those_of_cleaning(mpi_tmp_path):
+    late = {"params": {"dense_ratio": 0.5}, "modules": ["first"]}
+    settings = config(0, BATCH, **ADAM)
+    settings["compression_training"] = {
+        f"{kind}_pruning": technique(late, method="l1", schedule_offset=10) for kind in ("sparse", "row")
+    }
+    engine = start(settings, MLP())
+    engine.save_checkpoint(str(mpi_tmp_path))
+    path = mpi_tmp_path / "w.h5"
+    result = CliRunner().invoke(ckpt, ["export", str(mpi_tmp_path), str(path), "--quantized"])
+    assert result.exit_code == 0, result.output
+    found, cleaned = packed_weights.load(path), redundancy_clean(engine, settings)
+    assert found.keys() == cleaned.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in cleaned.state_dict().items())
+    assert (cleaned.first.bias == 0).sum() == 12
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_refusal_on_one_rank_leaves_the_engine_alive_on_all(world):
+    engine = start(config(3, BATCH, **ADAM) | {"compression_training": SECTIONS}, MLP())
+    own = {} if world.rank == world.size - 1 else SECTIONS
+    with pytest.raises(ConfigError, match="other settings"):
+        redundancy_clean(engine, {"train_batch_size": BATCH, "compression_training": own})
+    train(engine, [torch.randn(BATCH, WIDTH)])
+    engine.destroy()
+
+
+@pytest.mark.ranks(1)
+def test_a_weight_of_two_pruned_layers_is_exported_as_it_is(mpi_tmp_path):
+    model = MLP()
+    model.act = nn.Linear(WIDTH, 24)
+    model.act.weight = model.first.weight
+    model.forward = lambda x: model.last(model.first(x) * model.act(x)).square().mean()
+    settings = config(0, BATCH, **ADAM)
+    pruned = technique({"params": {"dense_ratio": 0.5}, "modules": ["first", "act"]}, method="l1")
+    engine = start(settings | {"compression_training": {"row_pruning": pruned}}, model)
+    train(engine, [torch.randn(BATCH, WIDTH)])
+    engine.save_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
+    path = mpi_tmp_path / "w.h5"
+    result = CliRunner().invoke(ckpt, ["export", str(mpi_tmp_path), str(path), "--quantized"])
+    assert (result.exit_code, result.output.count("each with masks and a bias of its own")) == (0, 2), result.output
+    found = packed_weights.load(path)
+    for name in ("first", "act"):
+        assert found[f"{name}.weight"].all() and found[f"{name}.bias"].all()
+        assert found[f"{name}.row_mask"].sum() == 12
+
+
+@pytest.mark.ranks(2)
+def test_a_model_in_shards_is_refused():
+    with mpispeed.zero.Init():
+        model = MLP()
+    with pytest.raises(UsageError, match="first has no values on this rank; pass the engine"):
+        redundancy_clean(model, {"train_batch_size": BATCH, "compression_training": SECTIONS})
 
 
 @pytest.mark.ranks(1)

@@ -221,10 +221,66 @@ def test_channels(method, followers):
 
 
 def test_convolutions_in_groups_are_refused():
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6))
-    settings = config(section("channel_pruning", group({"dense_ratio": 0.5}, "0", related=["1"]), method="l1"))
-    with pytest.raises(ConfigError, match="in groups"):
-        redundancy_clean(init_compression(model, settings), settings)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 6, 3))
+    for first, last in (("0", "1"), ("1", "2")):
+        groups = group({"dense_ratio": 0.5}, first, related=[last])
+        with pytest.raises(ConfigError, match="in groups"):
+            init_compression(model, config(section("channel_pruning", groups, method="l1")))
+
+
+class Gated(nn.Module):
+    """Two layers that feed one; of two more layers one follows the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down, self.side = (nn.Linear(*shape) for shape in [(6, 16), (6, 16), (16, 6), (16, 6)])
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def gated(followers):
+    groups = {"params": {"dense_ratio": 0.5}, "modules": ["gate", "up"], "related_modules": followers}
+    return config(weights(8, "gate"), section("row_pruning", {"g": groups}, method="topk"))
+
+
+def test_layers_that_feed_one_lose_the_same():
+    torch.manual_seed(4)
+    settings, x = gated([["down"], ["down"]]), torch.randn(3, 6)
+    model = init_compression(Gated(), settings)
+    with torch.no_grad():
+        before = model(x)
+        torch.testing.assert_close(redundancy_clean(model, settings)(x), before, atol=1e-6, rtol=1e-5)
+    width = model.down.in_features
+    assert 0 < width < 8
+    assert (model.gate.out_features, model.up.out_features) == (width, width)
+
+
+def test_followers_that_lose_different_inputs_are_refused():
+    torch.manual_seed(4)
+    settings = gated([["down", "side"], ["down"]])
+    with pytest.raises(ConfigError, match="layers that follow gate lose different inputs"):
+        redundancy_clean(init_compression(Gated(), settings), settings)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([-1]), torch.tensor([120]), torch.ones(120, dtype=torch.uint8)])
+def test_packed_embeddings_refuse_what_embeddings_do(index):
+    settings = config(weights(8, "0"))
+    plain = nn.Sequential(nn.Embedding(120, 8))
+    with pytest.raises((IndexError, RuntimeError)):
+        plain(index)
+    model = redundancy_clean(init_compression(plain, settings), settings)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(index)
+
+
+def test_the_section_alone_will_do():
+    settings = config(sparse("0"))
+    model = init_compression(nn.Sequential(nn.Linear(4, 4)), settings["compression_training"])
+    assert (
+        compression_of(model).groups
+        == compression_of(init_compression(nn.Sequential(nn.Linear(4, 4)), settings)).groups
+    )
 
 
 def test_conv1d():

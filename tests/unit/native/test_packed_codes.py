@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpispeed.native import packed_codes, weight_codes
 from mpispeed.native.packed_codes import pack
@@ -52,6 +53,26 @@ def test_other_codes_are_no_matrix():
     assert pack(drawn(8, False, 64).view(8, 8), 8, torch.ones(1), torch.ones(1), is_signed=False).as_matrix() is None
     assert pack(drawn(4, True, 40).view(8, 5), 4, torch.ones(1)).as_matrix() is None
     assert pack(drawn(8, True, 64).view(8, 8), 8, torch.ones(16)).as_matrix() is None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that one operation makes, but for empty tensors to fill."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and "empty" not in str(func) and "view" not in str(func):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+def test_temporaries_stay_small(monkeypatch):
+    monkeypatch.setattr(packed_codes, "_SPAN", 64)
+    packed = pack(drawn(3, False, 4096), 3, torch.ones(1), torch.ones(1), is_signed=False)
+    with Largest() as seen:
+        packed.values()
+    assert seen.most <= 3 * 64  # bits of a code times elements, before they are joined
 
 
 def test_codes_that_do_not_fit_are_refused():

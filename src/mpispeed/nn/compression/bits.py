@@ -98,8 +98,7 @@ class BitSchedule:
             ConfigError: these are not the values of `state`.
         """
         now = state.get("now")
-        is_list = isinstance(now, list) and len(now) == 4 and all(type(each) is int and each >= 0 for each in now)
-        if not is_list:
+        if not isinstance(now, list) or len(now) != 4 or not all(type(each) is int and each >= 0 for each in now):
             msg = f"the state of a schedule of bits is {now!r}; expected updates, bits, period and steps since a fall"
             raise ConfigError(msg)
         updates, *rest = now

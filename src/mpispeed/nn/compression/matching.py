@@ -155,6 +155,9 @@ def _check_follower(modules: Mapping[str, nn.Module], name: str, follower: str, 
     technique, layer, other = group.technique, modules[name], modules[follower]
     if not isinstance(technique, Pruning) or technique.kind == "sparse":
         _refuse(f"{group.path}.related_modules", "nothing shrinks with this technique", "; leave it away")
+    if technique.kind != "head" and any(getattr(each, "groups", 1) != 1 for each in (layer, other)):
+        what = f"{name} or {follower} is a convolution in groups, which cannot lose channels"
+        _refuse(f"{group.path}.related_modules", what, "; leave it out")
     if technique.kind == "head":
         have, want = width_of(other, "out"), width_of(layer, "in")
     else:
