@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,18 +201,19 @@ class Eigenvalues:
         return {"layer_name": self._section.layer_name, "eigenvalues": list(self.latest)}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse other things than numbers.
+        """Refuse other things than finite numbers.
 
         Raises:
             ConfigError: they are something else.
         """
         values = state.get("eigenvalues")
-        if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
-            msg = f"eigenvalues are {values!r}; expected a list of numbers"
+        if not isinstance(values, list) or not all(type(value) is float and math.isfinite(value) for value in values):
+            msg = f"eigenvalues are {values!r:.100}; expected a list of finite floats"
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take values back, if they are those of the same blocks."""
+        """Take values back, if they are those of the same blocks; else none are known."""
         values: Sequence[float] = state["eigenvalues"]
-        if state.get("layer_name") == self._section.layer_name and len(values) == len(self._hessians.names):
-            self.latest, self.values = list(values), beside_largest(values)
+        is_same = state.get("layer_name") == self._section.layer_name and len(values) == len(self._hessians.names)
+        self.latest = list(values) if is_same else []
+        self.values = beside_largest(self.latest)
