@@ -47,11 +47,11 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--alone", action="store_true")
     given = parser.parse_args()
-    config = CONFIG | {"zero_optimization": {"stage": given.stage}, "compression_training": REDUCTION}
+    config = CONFIG | {"zero_optimization": {"stage": given.stage}}
     model, student, teacher = GPT(SHAPE), GPT(dataclasses.replace(SHAPE, layers=2)), None
     if not given.alone:
         train("teacher", model, config, given.taught)
-        student_initialization(student, model, config)
+        student_initialization(student, model, {"compression_training": REDUCTION})
         teacher = Teacher(model, zero={"stage": 3})  # in files: "offload_param": {"device": "nvme", "nvme_path": ...}
     train("student", student, config, given.steps, teacher)
 

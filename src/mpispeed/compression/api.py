@@ -10,7 +10,7 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compression.student import copy_layers
-from mpispeed.config.compress import LayerReduction
+from mpispeed.config.compress import CompressionTraining, LayerReduction
 from mpispeed.config.load import load
 from mpispeed.engine.agreement import configuring
 from mpispeed.engine.compression import values_of
@@ -106,7 +106,7 @@ def read_section(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: all mistakes of the config in one message.
     """
-    if isinstance(config, Mapping) and "weight_quantization" in config and "compression_training" not in config:
+    if isinstance(config, Mapping) and config and config.keys() <= CompressionTraining.model_fields.keys():
         config = {"compression_training": config}
     return values_of(load(config).config)
 

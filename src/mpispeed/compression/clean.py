@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.base.units import format_bytes
+from mpispeed.base.units import format_bytes, format_list
 from mpispeed.compression import torchao_weights
 from mpispeed.compression.api import read_section
 from mpispeed.compression.last_weights import Cut, last_weight
 from mpispeed.compression.packed_layers import pack_weight, packed_weight
+from mpispeed.engine.agreement import configuring
 from mpispeed.engine.engine import Engine
+from mpispeed.mesh.world import current
 from mpispeed.nn.compression.layers import LayerState, Progress, make_compressible, make_plain, mask_of
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
-from mpispeed.nn.compression.model import compress, compression_of, forget
+from mpispeed.nn.compression.model import compress, forget
 from mpispeed.nn.compression.slices import Slices
 from mpispeed.nn.compression.techniques import ACTIVATIONS, PRUNINGS, WEIGHTS, Pruning, read_groups
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NAMES_SHOWN = 5
 
 _HEADS = frozenset({"num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "nhead", "heads"})
 _HEAD_WIDTHS = frozenset({"all_head_size", "inner_dim"})
@@ -81,12 +85,16 @@ def redundancy_clean(
                 "unsliced model that init_compression made, or use mpispeed ckpt export --quantized"
             )
             raise UsageError(msg)
+    was_engine = isinstance(model, Engine)
     if isinstance(model, Engine):
         model = _out_of(model)
     inner = getattr(model, "module", None)
     inner = inner if isinstance(inner, nn.Module) else model
-    compress(inner, groups)
-    cleaning = _Cleaning(inner, cast("Compression", compression_of(inner)), form)
+    world = current()
+    with nullcontext() if world is None or not was_engine else configuring(world.comm):
+        compression = compress(inner, groups)
+    cleaning = _Cleaning(inner, compression, form)
+    _tell_early(cleaning.early(), compression.progress.step, is_shared=was_engine)
     cleaning.run()
     log.info("%s", cleaning)
     return model
@@ -98,6 +106,25 @@ def _out_of(engine: Engine) -> nn.Module:
         engine.reload_states()
     engine.destroy()
     return engine.module
+
+
+def _tell_early(early: list[str], step: int, *, is_shared: bool) -> None:
+    """Warn of techniques that are not in their last state by the schedule, once.
+
+    Args:
+        early: layers with their techniques.
+        step: updates that were counted.
+        is_shared: other ranks may have other layers, as the stages of a pipeline.
+
+    Collective over: all ranks, if `is_shared`.
+    """
+    world = current()
+    if is_shared and world is not None:
+        early = list(dict.fromkeys(each for rank in world.comm.gather_objects(early) for each in rank))
+    if early and (world is None or world.rank == 0):
+        names = format_list(early, _NAMES_SHOWN)
+        no_steps = "" if step else " (no step was counted here; load_state_dict does not say how many were made)"
+        log.warning("redundancy_clean: not in its last state in training yet: %s%s", names, no_steps)
 
 
 @dataclass
@@ -183,15 +210,16 @@ class _Cleaning:
             ):
                 msg = f"redundancy_clean: {name} has no values on this rank; pass the engine, which gathers them"
                 raise UsageError(msg)
-        early = [
+
+    def early(self) -> list[str]:
+        """Layers with the techniques that are not in their last state by the schedule."""
+        return [
             f"{name} ({method})"
             for name, plan in self._plans.items()
             for method, technique in plan.state.techniques.items()
             if method not in plan.state.active
             or (method == WEIGHTS and (plan.state.mixed or plan.state.bits != cast("Any", technique).target_bits))
         ]
-        if early:
-            log.warning("redundancy_clean: not in its last state in training yet: %s", ", ".join(early[:5]))
 
     def _mask(self, name: str, plan: _Plan, pruning: Pruning) -> None:
         """Plan what a mask takes from a layer and those that follow it."""

@@ -39,9 +39,12 @@ def logits_loss(
         The mean over what counts, fp32, [].
 
     Raises:
-        UsageError: shapes differ.
+        UsageError: shapes differ, or the temperature is not positive.
     """
     _require_equal("logits", student, teacher)
+    if not temperature > 0:
+        msg = f"distillation: the temperature is {temperature!r}, which logits are divided by; give more than 0"
+        raise UsageError(msg)
     student, teacher = student.float() / temperature, teacher.detach().float() / temperature
     if student.shape[-1] == 1:
         return _mean((student - teacher) ** 2, mask) * temperature**2
@@ -102,7 +105,7 @@ def attention_loss(
     for own, other in _paired("attention maps", student, teacher):
         _require_equal("attention maps", own, other, "; numbers of heads have to be equal")
         first, second = (maps.float().masked_fill(maps <= _MASKED, 0.0) for maps in (own, other.detach()))
-        rows = None if mask is None else mask[:, None].expand(own.shape[:-1])
+        rows = None if mask is None else _expanded(mask[:, None], own.shape[:-1])
         total = total.to(own.device) + _mean((first - second) ** 2, rows)
     return total
 
@@ -161,7 +164,7 @@ class DistillationLoss(nn.Module):
             own, other = _part(student, name, "student"), _part(teacher, name, "teacher")
             if name == "logits":
                 # Logits of whole texts have no tokens to leave out.
-                fitting = mask if mask is not None and mask.shape == own.shape[:-1] else None
+                fitting = None if mask is None or mask.dim() >= own.dim() else mask
                 terms[name] = logits_loss(own, other, temperature=self._temperature, mask=fitting)
             elif name == "hidden_states":
                 layers = self._layers_of(len(own) - 1, len(other) - 1)
@@ -272,5 +275,14 @@ def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The mean of `values` [..., n] over what `mask` [...] does not rule out; 0 if that is nothing."""
     if mask is None:
         return values.mean()
-    counts = mask.to(values.dtype)[..., None].expand(values.shape)
+    counts = _expanded(mask.to(values.dtype)[..., None], values.shape)
     return (values * counts).sum() / counts.sum().clamp(min=1)
+
+
+def _expanded(mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A mask in the shape of what it is for."""
+    try:
+        return mask.expand(shape)
+    except RuntimeError as failure:
+        msg = f"distillation: a mask of shape {list(mask.shape)} does not fit {list(shape)}; give one number per token"
+        raise UsageError(msg) from failure

@@ -13,19 +13,25 @@ import torch
 from torch import Tensor
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.plain import printable
 from mpispeed.ckpt.format import schema
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.tools.casting import cast
 from mpispeed.compression.last_weights import Cut, last_weight
-from mpispeed.nn.compression.masks import spread, top_k_mask
+from mpispeed.nn.compression.masks import mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.record import LayerRecord, read_record
 
 if TYPE_CHECKING:
     from mpispeed.ckpt.read.reader import Reader
     from mpispeed.native.packed_codes import PackedCodes
+    from mpispeed.nn.compression.quantizers import Quantizer
     from mpispeed.nn.compression.techniques import Pruning
 
 FEATURE, RECORD = "compression_training", "layers"
 """Where the record of layers stands in the state of a checkpoint."""
+
+
+_SHOWN_SIGNS = 300
 
 
 class CheckpointPacker:
@@ -39,12 +45,17 @@ class CheckpointPacker:
     """
 
     def __init__(self, reader: Reader) -> None:
-        state = reader.state().get("features", {}).get(FEATURE) or {}
         try:
-            records = read_record(state[RECORD])
-        except (KeyError, TypeError, ValueError) as failure:
+            state = reader.state().get("features", {}).get(FEATURE)
+            records = None if state is None else read_record(state[RECORD])
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as failure:
+            msg = (
+                f"the record of compressed layers of {reader.path} is damaged: {printable(str(failure), _SHOWN_SIGNS)}"
+            )
+            raise CorruptCheckpoint(msg) from failure
+        if records is None:
             msg = f"{reader.path} has no record of compressed layers: its run had no compression_training"
-            raise CheckpointError(msg) from failure
+            raise CheckpointError(msg)
         names, aliases = set(reader.names()), reader.aliases()
         self._reader = reader
         self._layers: dict[str, LayerRecord] = {}
@@ -60,9 +71,7 @@ class CheckpointPacker:
                 continue
             self._layers[weight.removesuffix(".weight")] = record
         self._out = {
-            f"{name}.{pruning.kind}_{'scores' if pruning.is_learned else 'mask'}"
-            for name, record in self._layers.items()
-            for pruning in record.prunings
+            self._place(name, pruning)[0] for name, record in self._layers.items() for pruning in record.prunings
         }
         self._last: tuple[str, PackedCodes | np.ndarray | None] = ("", None)
 
@@ -82,15 +91,36 @@ class CheckpointPacker:
 
     def _weight(self, layer: str, record: LayerRecord) -> PackedCodes | np.ndarray:
         weight = self._trained(f"{layer}.weight")
+        quantizer = self._fitting(layer, record, tuple(weight.shape))
         zeros = [
             spread(pruning.kind, self._mask(layer, pruning), weight, record.out_dim) for pruning in record.prunings
         ]
-        quantizer = record.quantizer_of(tuple(weight.shape))
         packed, values = last_weight(weight, record.bits, quantizer, Cut(zeros))
         if packed is not None:
             return packed
         found: np.ndarray = torch.as_tensor(values).float().numpy()
         return found
+
+    def _fitting(self, layer: str, record: LayerRecord, shape: tuple[int, ...]) -> Quantizer:
+        """The quantizer of a weight of this shape.
+
+        Raises:
+            CorruptCheckpoint: the weight cannot have been compressed as the record says.
+        """
+        quantizer = record.quantizer_of(shape) if shape else record.quantizer
+        wrong = f"a weight of shape {shape}" if len(shape) < 2 else ""
+        if not wrong and record.bits:
+            wrong = quantizer.reason_against(record.bits, shape)
+        for pruning in () if wrong else record.prunings:
+            name, slot = self._place(layer, pruning)
+            found = self._reader.stored(name, slot).shape
+            wanted = mask_shape(pruning.kind, shape, record.out_dim, pruning.num_heads)
+            if found != wanted or (pruning.kind == "head" and shape[1 - record.out_dim] % pruning.num_heads):
+                wrong = f"{name} has shape {found}, and the weight {shape}"
+        if wrong:
+            msg = f"the record of compressed layers of {self._reader.path} does not fit to {layer}: {wrong}"
+            raise CorruptCheckpoint(msg)
+        return quantizer
 
     def _bias(self, layer: str, record: LayerRecord) -> np.ndarray | None:
         masks = [self._mask(layer, each).view(-1) for each in record.prunings if each.kind in ("row", "channel")]
@@ -103,16 +133,23 @@ class CheckpointPacker:
         return found
 
     def _mask(self, layer: str, pruning: Pruning) -> Tensor:
+        name, slot = self._place(layer, pruning)
         if pruning.is_learned:
-            return top_k_mask(self._trained(f"{layer}.{pruning.kind}_scores"), pruning.dense_ratio) != 0
-        name = f"{layer}.{pruning.kind}_mask"
-        stored = self._reader.stored(name, schema.BUFFER_SLOT)
-        return schema.from_array(self._reader.read_array(name, schema.BUFFER_SLOT), stored.dtype) != 0
+            return top_k_mask(self._trained(name), pruning.dense_ratio) != 0
+        stored = self._reader.stored(name, slot)
+        return schema.from_array(self._reader.read_array(name, slot), stored.dtype) != 0
+
+    def _place(self, layer: str, pruning: Pruning) -> tuple[str, str]:
+        """Name and slot of the scores or the mask of a pruning."""
+        name = f"{layer}.{pruning.kind}_{'scores' if pruning.is_learned else 'mask'}"
+        return name, self._slot(name) if pruning.is_learned else schema.BUFFER_SLOT
 
     def _trained(self, name: str) -> Tensor:
         """A parameter as the model computes with it: in the dtype of training."""
-        info, slots = self._reader.info(name), self._reader.slots(name)
-        slot = schema.MASTER_SLOT if schema.MASTER_SLOT in slots else "weight16"
+        info, slot = self._reader.info(name), self._slot(name)
         stored, dtype = self._reader.stored(name, slot), str(info.train_dtype)
         flat = cast(self._reader.read_array(name, slot).reshape(-1), stored.dtype, dtype)
         return schema.from_array(flat, dtype).view(info.shape)
+
+    def _slot(self, name: str) -> str:
+        return schema.MASTER_SLOT if schema.MASTER_SLOT in self._reader.slots(name) else "weight16"

@@ -14,6 +14,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.units import format_list
 from mpispeed.config.load import load
 from mpispeed.engine.ownership import engine_of
+from mpispeed.nn.compression.model import mark_taught
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.gathered import GatheredParameters
 from mpispeed.sharding.sharded_init import find_init_shard
@@ -77,6 +78,8 @@ def copy_layers(student_model: nn.Module, teacher_model: Any, section: LayerRedu
             with GatheredParameters(part.given), GatheredParameters(part.wanted, modifier_rank=0):
                 for target, source in part.copies:
                     target.copy_(source)
+    for name, _ in pairs:
+        mark_taught(student.get_submodule(name))
 
 
 def unwrapped(model: Any) -> nn.Module:

@@ -355,6 +355,10 @@ def _check_weight_bits(config: Config) -> Iterator[Problem]:
         if path == new and not (shared.quantize_weight_in_forward or config.fp16.enabled or config.bf16.enabled):
             where = f"{path}.shared_parameters.quantize_weight_in_forward"
             yield Problem(where, "false needs fp16.enabled or bf16.enabled", "set it to true, or enable one")
+        mixed = shared.fp16_mixed_quantize
+        if mixed.enabled and not (mixed.quantize_change_ratio or shared.quantize_weight_in_forward):
+            where = f"{path if path == old else f'{path}.shared_parameters'}.fp16_mixed_quantize.quantize_change_ratio"
+            yield Problem(where, "0 never lets a weight be quantized", "give more than 0, or set enabled to false")
         for name, group in technique.different_groups.items():
             bits, where = (
                 group.params,

@@ -123,6 +123,30 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
 }
 
 
+def _falls(config: Config) -> bool:
+    shared = config.compression_training.weight_quantization.shared_parameters
+    return not (shared.enabled and shared.quantize_weight_in_forward)
+
+
+def _prunes_blocks(config: Config) -> bool:
+    shared = config.compression_training.sparse_pruning.shared_parameters
+    return not shared.enabled or shared.method == "snip_momentum"
+
+
+_FALLING = "weights have target_bits from the first step on, as quantize_weight_in_forward is true"
+_BLOCKS = "it is for the method snip_momentum"
+DEPENDENT |= {
+    **{
+        f"compression_training.weight_quantization.shared_parameters.{key}": (_falls, _FALLING)
+        for key in ("fp16_mixed_quantize.enabled", "quantize_verbose")
+    },
+    **{
+        f"compression_training.sparse_pruning.shared_parameters.{key}": (_prunes_blocks, _BLOCKS)
+        for key in ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end")
+    },
+}
+
+
 def drop_unused(config: Config, spell: Callable[[str], str] = str) -> tuple[Config, list[str]]:
     """The settings without some that would contradict others, and a sentence on each.
 

@@ -14,6 +14,7 @@ from mpispeed.engine.step import Place
 from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
 from mpispeed.nn.compression.layers import RANGE
+from mpispeed.nn.compression.model import is_taught
 from mpispeed.nn.compression.record import record_of
 from mpispeed.nn.compression.techniques import WEIGHTS
 from mpispeed.nn.tensor.tensor_cut import OWN, marks_of
@@ -48,6 +49,7 @@ def transform(model: nn.Module, setup: Setup) -> None:
     Raises:
         ConfigError: the groups of the config do not fit to the model, or to what it has already.
     """
+    _tell_untaught(model, setup)
     groups = read_groups(values_of(setup.plan.config))
     if not groups:
         return
@@ -62,6 +64,21 @@ def transform(model: nn.Module, setup: Setup) -> None:
         del compression.layers[name]  # an expert that other ranks have, now that they are shared out
     _refuse_slices(model, compression)
     _mark_scores(model, compression)
+
+
+def _tell_untaught(model: nn.Module, setup: Setup) -> None:
+    """Warn if `layer_reduction` is enabled and nothing has been copied: an engine has no teacher to copy from.
+
+    Collective over: the pipe axis, if it is enabled and the model is trained.
+    """
+    if not (setup.plan.config.compression_training.layer_reduction.enabled and setup.given.has_optimizer):
+        return
+    if not any(setup.mesh["pipe"].gather_objects(is_taught(model))) and setup.mesh.rank == 0:
+        log.warning(
+            "compression_training.layer_reduction is enabled, and no layer of the model was copied from a teacher: "
+            "initialize copies none; call student_initialization(student, teacher, config) before it, unless "
+            "load_checkpoint brings the layers"
+        )
 
 
 def _refuse_slices(model: nn.Module, compression: Compression) -> None:
@@ -131,6 +148,12 @@ def attach(context: Context) -> Hooks:
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
     blocks = compression_blocks.attach(context, compression)
+
+    def catch_up(_: object) -> None:
+        if run.catch_up() and blocks is not None:
+            blocks.tell_late()
+
+    context.bus.subscribe(Event.LOAD_END, catch_up)
     return Hooks(
         [*([] if blocks is None else [(Place.CLIPPED, blocks)]), (Place.PUBLISHED, run)],
         state=run.state,
@@ -163,7 +186,7 @@ class Run:
     def __init__(self, context: Context, compression: Compression) -> None:
         """Begin before the first update. Collective over: all ranks."""
         self._compression, self._is_first = compression, context.mesh.rank == 0
-        self._step = 0
+        self._step, self._counters = 0, context.counters
         own = {name: plan for name, state in compression.layers.items() if (plan := _plan_of(state)) is not None}
         # Every rank knows those of all stages, so that any of them can write or read a checkpoint.
         plans = {name: plan for ranks in context.mesh.world.comm.gather_objects(own) for name, plan in ranks.items()}
@@ -235,6 +258,14 @@ class Run:
             each.load(_of(name, state))
         self._show()
         self._compression.forget_masks()
+
+    def catch_up(self) -> bool:
+        """Go on at the update of the run, after a checkpoint that knows nothing of compression; True if so. Local."""
+        step = self._counters.applied_steps
+        is_behind = self._step != step
+        if is_behind:
+            self.load({"step": step, "bits": {}})
+        return is_behind
 
 
 def _of(name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:

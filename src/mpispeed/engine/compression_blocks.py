@@ -196,6 +196,16 @@ class BlockPruning:
             self._scores = StateStore(table, self._shards, (SLOT,), tiers, lambda unit: unit.index in self._units)
         return self._scores
 
+    def tell_late(self) -> None:
+        """Warn of groups whose last pruning should have been before the update at which the run goes on. Local."""
+        step = self._context.counters.applied_steps
+        late = [group.name for group in self._groups if group.ramp.end <= step]
+        if late and self._context.mesh.rank == 0:
+            log.warning(
+                "%s.schedule_offset_end: the run goes on after update %d, from a checkpoint without compression; no "
+                "weight of the groups %s will be pruned, choose later steps", _SHARED, step, ", ".join(late),
+            )  # fmt: skip
+
     def __call__(self, ctx: StepContext) -> None:
         """Collective over: all ranks at steps that are due, and if states are in swap files; else local.
 

@@ -207,8 +207,8 @@ class Eigenvalues:
             ConfigError: they are something else.
         """
         values = state.get("eigenvalues")
-        if not isinstance(values, list) or not all(type(value) is float and math.isfinite(value) for value in values):
-            msg = f"eigenvalues are {values!r:.100}; expected a list of finite floats"
+        if not isinstance(values, list) or not all(isinstance(each, float) and math.isfinite(each) for each in values):
+            msg = f"eigenvalues are {values!r:.200}; expected a list of finite numbers"
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -125,6 +125,25 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path_factory, name):
     engine.destroy()
 
 
+@pytest.mark.ranks(1, 2)
+def test_updates_without_compression_count(tmp_path_factory, caplog):
+    """Bits are where the schedule has them after as many updates; a ramp that would be over is told of."""
+    folder = mpispeed.init_distributed().comm.share(str(tmp_path_factory.mktemp("saved")))
+    engine = start(settings({}, 1, bf16={"enabled": True}), model())
+    train(engine, batches(3))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    ramp = {"method": "snip_momentum", "dense_ratio": 0.5, "schedule_offset": 1, "schedule_offset_end": 2}
+    section = bits(8, 4, 1) | {"sparse_pruning": {"shared_parameters": {"enabled": True, **ramp}}}
+    engine = start(settings(section, 1, bf16={"enabled": True}), model())
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        engine.load_checkpoint(folder, load_module_strict=False)
+    assert {state.bits for state in engine.compression.layers.values() if state.weight_quantization} == {6}
+    assert engine.compression.progress.step == 3
+    assert caplog.text.count("no weight of the groups all will be pruned") == (engine.mesh.rank == 0)
+    engine.destroy()
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_running_ranges_are_the_same_on_all_ranks_and_of_single_precision():
     engine = start(settings(given.STATIC, 1, bf16={"enabled": True}), model())

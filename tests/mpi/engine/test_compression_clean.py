@@ -5,7 +5,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.ckpt.tools import packed_weights
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.compression import init_compression, redundancy_clean
@@ -157,6 +157,32 @@ def test_stages_of_a_pipeline_are_exported_and_cleaned(world, mpi_tmp_path):
             assert packed_weight(layer).bits == 4
             assert torch.equal(layer.weight, found[f"{name}.weight"])
             assert (layer.weight == 0).float().mean() >= 0.5
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_not_in_its_last_state_is_told_once(world, caplog):
+    """By one rank, for the layers of all stages."""
+    sparse = technique({"params": {"dense_ratio": 0.5}}, schedule_offset=10)
+    settings = config(1, BATCH, world.size, **ADAM, compression_training={"sparse_pruning": sparse})
+    layers = [LayerSpec(nn.Linear, WIDTH, 24), nn.GELU(), LayerSpec(nn.Linear, 24, WIDTH)]
+    model = PipelineModule(layers, num_stages=world.size, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    engine = start(settings, model)
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        redundancy_clean(engine, settings)
+    said = [each.getMessage() for each in caplog.records if each.name.endswith("compression.clean")]
+    assert len(said) == (world.rank == 0)
+    assert all(name in text for text in said for name in ("0 (sparse_pruning)", "2 (sparse_pruning)", "no step was"))
+
+
+@pytest.mark.ranks(2)
+def test_settings_that_fit_to_one_stage_only_are_refused_on_all():
+    """Of an engine that was not compressed."""
+    layers = [LayerSpec(nn.Linear, WIDTH, 24), LayerSpec(nn.Linear, 24, WIDTH)]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    engine = start(config(1, BATCH, 2, **ADAM), model)
+    sparse = technique({"params": {"dense_ratio": 0.5}, "modules": ["^0$"]})
+    with pytest.raises(ConfigError, match="matches no linear"):
+        redundancy_clean(engine, {"compression_training": {"sparse_pruning": sparse}})
 
 
 @pytest.mark.ranks(1)

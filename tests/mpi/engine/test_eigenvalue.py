@@ -102,9 +102,9 @@ def test_a_run_that_goes_on_has_the_values(mpi_tmp_path):
         other.load_checkpoint(str(mpi_tmp_path))
         assert other.eigenvalues.latest == wanted
         assert other.eigenvalues.values == beside_largest(wanted)
-        for odd in ([float("nan")], [10**400], "0.5"):
-            with pytest.raises(ConfigError, match="expected a list of finite floats"):
-                other.eigenvalues.check({"layer_name": "stack.blocks", "eigenvalues": odd})
+        for wrong in (None, [1.0, float("nan")], [float("inf")], [10**400], ["1"]):
+            with pytest.raises(ConfigError, match="expected a list of finite numbers"):
+                other.eigenvalues.check({"eigenvalues": wrong})
         other.destroy()
 
 

@@ -4,6 +4,7 @@ import json
 import math
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -125,6 +126,61 @@ def test_a_damaged_file_is_refused(exported, damaged):
         with pytest.raises(CorruptCheckpoint, match=said) as failure:
             read(path)
         assert str(path) in str(failure.value)
+
+
+HOSTILE = {
+    "a weight of integers": (lambda f: f["embed.weight_codes"].attrs.modify("weight_dtype", b"int64"), "int64"),
+    "a dtype of no kind": (lambda f: f["embed.weight_codes"].attrs.modify("weight_dtype", b"float99"), "float99"),
+    "a tensor of text": (lambda f: f.create_dataset("note", data=np.array([b"1"])), r"w\.h5 .* type .S1"),
+    "sizes whose product overflows": (
+        lambda f: f["embed.weight_codes"].attrs.create("shape", [2**33, 2**33, 2**33]),
+        "no shape",
+    ),
+    "a negative size": (lambda f: f["embed.weight_codes"].attrs.modify("shape", [-1100, -1000]), "no shape"),
+    "bits that are no number": (lambda f: f["embed.weight_codes"].attrs.create("bits", 5.0), "no whole number"),
+    "a sign of 2": (lambda f: f["embed.weight_codes"].attrs.modify("is_signed", 2), "codes of 5 bits"),
+    "scales in another file": (lambda f: replaced(f, h5py.ExternalLink("other.h5", "scales")), "not followed"),
+    "scales at another place": (lambda f: replaced(f, h5py.SoftLink("/embed.weight_codes")), "not followed"),
+    "scales of text": (lambda f: replaced(f, np.array([b"1"] * 1100)), "S1"),
+    "scales in fp64": (lambda f: replaced(f, np.ones(1100)), "float64"),
+    "scales in two dims": (lambda f: replaced(f, np.ones((1100, 1), "f4")), "1100, 1"),
+    "no elements at all": (lambda f: replaced(f, h5py.Empty("f4")), "holds nothing"),
+    "scales that are a group": (lambda f: replaced(f, None), "no dataset"),
+    "virtual scales": (lambda f: replaced(f, virtual()), "virtual"),
+    "offsets of another size": (lambda f: f.create_dataset("embed.weight_offsets", data=np.ones(1, "f4")), "_offsets"),
+}
+
+
+def replaced(file, value):
+    """Other scales under the same name."""
+    del file["embed.weight_scales"]
+    if isinstance(value, h5py.VirtualLayout):
+        file.create_virtual_dataset("embed.weight_scales", value)
+    elif value is None:
+        file.create_group("embed.weight_scales")
+    else:
+        file["embed.weight_scales"] = value
+
+
+def virtual():
+    layout = h5py.VirtualLayout((1100,), "f4")
+    layout[:] = h5py.VirtualSource("other.h5", "scales", (1100,))
+    return layout
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_hostile_parts_are_refused(exported, hostile):
+    path, _ = exported
+    change, said = HOSTILE[hostile]
+    damage(path, change)
+    with pytest.raises(CorruptCheckpoint, match=said):
+        packed_weights.load(path)
+
+
+def test_names_of_one_tensor_take_its_memory_once(exported):
+    """Else a small file with very many links to its largest dataset would fill any memory."""
+    found = packed_weights.load(exported[0])
+    assert found["head.weight"] is found["embed.weight"]
 
 
 def test_groups_have_to_divide(exported):

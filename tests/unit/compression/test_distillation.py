@@ -139,6 +139,13 @@ def test_misuse_is_told():
         ),
         "all weights are 0": lambda: DistillationLoss(logits=0.0)(own, other),
         "1 hidden states of the student, 2": lambda: hidden_loss([own.logits], [own.logits] * 2),
+        "the temperature is 0.0, which logits are divided by": lambda: DistillationLoss(temperature=0.0)(own, other),
+        "a mask of shape [2, 5, 1] does not fit": lambda: DistillationLoss()(
+            torch.ones(2, 6, 3), torch.ones(2, 6, 3), torch.ones(2, 5)
+        ),
+        "a mask of shape [2, 1, 5] does not fit": lambda: attention_loss(
+            [torch.ones(2, 2, 6, 6)], [torch.ones(2, 2, 6, 6)], mask=torch.ones(2, 5)
+        ),
         "numbers of heads": lambda: attention_loss([torch.ones(1, 2, 3, 3)], [torch.ones(1, 4, 3, 3)]),
     }
     for words, act in wrong.items():

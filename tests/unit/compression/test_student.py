@@ -145,6 +145,13 @@ def test_init_compression_takes_the_teacher_too():
     require_state(student, wanted)
 
 
+def test_a_section_alone_will_do():
+    """Whatever techniques it has."""
+    config = section(**LAYERS, other_module_name=OTHERS)["compression_training"]
+    with pytest.raises(ConfigError, match="there is no teacher; give teacher_model"):
+        init_compression(bert(2, 2), config)
+
+
 def test_other_shapes_and_empty_models_are_told():
     with pytest.raises(ConfigError, match=r"pooler.*shape \[36, 36\], that of the teacher \[24, 24\]"):
         student_initialization(bert(2, 2, width=36), bert(4, 1), section(other_module_name=["bert.pooler"]))

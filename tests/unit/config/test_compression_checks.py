@@ -43,6 +43,12 @@ CONFLICTS = {
     f"{WEIGHTS}.different_groups.g.params.target_bits": {
         **bits_of_weights(8, 2, rounding="stochastic"), "fp16": True
     },
+    f"{WEIGHTS}.shared_parameters.fp16_mixed_quantize.quantize_change_ratio": {
+        **bits_of_weights(fp16_mixed_quantize={"enabled": True, "quantize_change_ratio": 0}), "fp16": True
+    },
+    "quantize_training.fp16_mixed_quantize.quantize_change_ratio": {
+        "quantize_training": {"enabled": True, "fp16_mixed_quantize": {"enabled": True, "quantize_change_ratio": 0.0}}
+    },
     "quantize_training": {**bits_of_weights(), "fp16": True, "quantize_training": True},
     "quantize_training.quantize_bits.target_bits": {
         "fp16": True, "quantize_training": {

@@ -52,6 +52,7 @@ READ = {
     *(
         path for path in FIELDS
         if path.startswith(COMPRESSION) and not path.endswith((".quantizer_kernel", ".eigenvalue"))
+        and path not in DEPENDENT
     ),
     *(path for path in FIELDS if path.startswith("autotuning.") and path != "autotuning.model_info.profile"),
 }  # fmt: skip
@@ -93,7 +94,7 @@ def test_each_warns_once_and_only_when_it_differs_from_the_default(path):
     assert load(nested(path, default)).warnings == []
 
 
-@pytest.mark.parametrize("path", DEPENDENT)
+@pytest.mark.parametrize("path", [path for path in DEPENDENT if not path.startswith("compression_training")])
 def test_keys_that_need_others_warn_without_them(path):
     value = "disk" if path.endswith("_path") else other_than(FIELDS[path].default)
     settings = nested(path, value)
@@ -106,6 +107,31 @@ def test_keys_that_need_others_warn_without_them(path):
     disk = {"device": "nvme", "nvme_path": "disk"}
     for name in ("offload_param", "offload_optimizer"):
         zero[name] = disk | zero.get(name, {})
+    assert load(settings).warnings == []
+
+
+@pytest.mark.parametrize("path", [path for path in DEPENDENT if path.startswith("compression_training")])
+def test_keys_of_a_technique_that_is_used_otherwise_warn(path):
+    """`quantize_weight_in_forward` true has no bits that fall; methods other than snip_momentum have no blocks."""
+    value = {"block_pattern": "2:4", "schedule_offset_end": 2000}.get(path.rpartition(".")[2])
+    settings = nested(path, other_than(FIELDS[path].default) if value is None else value) | {"bf16": {"enabled": True}}
+    section = settings["compression_training"]
+    assert load(settings).warnings == []  # the technique is off
+    technique = next(iter(section))
+    shared = section[technique]["shared_parameters"]
+    key, without, with_it = (
+        ("quantize_weight_in_forward", True, False)
+        if technique == "weight_quantization"
+        else ("method", "l1", "snip_momentum")
+    )
+    shared |= {"enabled": True, key: without}
+    params = {"start_bits": 8, "target_bits": 8, "dense_ratio": 0.5}
+    names = ("start_bits", "target_bits") if technique == "weight_quantization" else ("dense_ratio",)
+    section[technique]["different_groups"] = {"g": {"params": {name: params[name] for name in names}}}
+    warnings = load(settings).warnings
+    assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
+    assert DEPENDENT[path][1] in warnings[0]
+    shared[key] = with_it
     assert load(settings).warnings == []
 
 

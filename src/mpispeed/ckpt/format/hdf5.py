@@ -448,6 +448,8 @@ def _foreign_bytes(dataset: h5d.DatasetID) -> str:
     # before the properties: to tell the fill value of a type of variable length, HDF5 reads the heap of the file
     if dtype not in _STORED and dtype.kind != "S":
         return f"is of type {dtype}"
+    if dataset.shape is None:
+        return "holds nothing"
     properties = dataset.get_create_plist()
     limit: int = h5i.get_file_id(dataset).get_filesize()
     if properties.get_layout() not in (h5d.CONTIGUOUS, h5d.COMPACT):

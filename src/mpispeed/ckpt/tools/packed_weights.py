@@ -17,7 +17,8 @@ import h5py
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import hdf5, schema
+from mpispeed.ckpt.format import hdf5, numbers, schema
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.index import TensorEntry, shape_of, stored_dtype, translated, whole
 from mpispeed.ckpt.tools.weight_files import Weight
 
@@ -102,26 +103,34 @@ def rows(path: Path) -> list[Row]:
 def load(path: str | Path) -> dict[str, torch.Tensor]:
     """The values of all tensors of an HDF5 file that `ckpt export` wrote; those of codes in the dtype of their weight.
 
+    Names of one tensor have it in common.
+
     Raises:
         CheckpointError: (CorruptCheckpoint) it is no such file, or damaged.
     """
-    from mpispeed.native.packed_codes import PackedCodes
-
-    found = {}
+    found: dict[str, torch.Tensor] = {}
+    known: dict[tuple[int, ...], torch.Tensor] = {}
     with _opened(Path(path)) as file:
         for row, stored in _tensors(file):
-            arrays = {end: h5py.Dataset(dataset)[()] for end, dataset in stored.items()}
-            if not row.bits:
-                found[row.name] = schema.from_array(np.asarray(arrays[""]), row.dtype)
-                continue
-            codes, scales = (schema.from_array(arrays[end], arrays[end].dtype.name) for end in (CODES, SCALES))
-            offsets = schema.from_array(arrays[OFFSETS], "float32") if OFFSETS in arrays else None
-            packed = PackedCodes(codes, scales, offsets, row.bits, row.shape, _is_signed(stored[CODES]))
-            if problem := packed.check():
-                msg = f"{row.name}: {problem}"
-                raise ValueError(msg)
-            found[row.name] = packed.values(schema.torch_dtype(row.dtype))
+            place = tuple(h5py.h5o.get_info(dataset).addr for dataset in stored.values())
+            if place not in known:
+                known[place] = _values(row, stored)
+            found[row.name] = known[place]
     return found
+
+
+def _values(row: Row, stored: dict[str, h5d.DatasetID]) -> torch.Tensor:
+    from mpispeed.native.packed_codes import PackedCodes
+
+    arrays = {end: h5py.Dataset(dataset)[()] for end, dataset in stored.items()}
+    if not row.bits:
+        return schema.from_array(np.asarray(arrays[""]), row.dtype)
+    made = {end: schema.from_array(array, array.dtype.name) for end, array in arrays.items()}
+    packed = PackedCodes(made[CODES], made[SCALES], made.get(OFFSETS), row.bits, row.shape, _is_signed(stored[CODES]))
+    if problem := packed.check():
+        msg = f"{row.name}: {problem}"
+        raise ValueError(msg)
+    return packed.values(schema.torch_dtype(row.dtype))
 
 
 @contextlib.contextmanager
@@ -130,8 +139,14 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     if not path.is_file():
         msg = f"{path} is no file"
         raise CheckpointError(msg)
-    with translated(path), hdf5.open_reading(path) as file:
-        yield file
+    try:
+        with translated(path), hdf5.open_reading(path) as file:
+            yield file
+    except CorruptCheckpoint:
+        raise
+    except CheckpointError as failure:  # of a dtype, which does not know the file
+        msg = f"{path} is damaged or no file of weights: {failure}"
+        raise CorruptCheckpoint(msg) from failure
 
 
 def _tensors(file: h5py.File) -> Iterator[tuple[Row, dict[str, h5d.DatasetID]]]:
@@ -156,12 +171,18 @@ def _packed(file: h5py.File, stored: str, *, has_offsets: bool) -> tuple[Row, di
     found = {end: hdf5.child_dataset(file.id, stored + end) for end in ends}
     values = hdf5.attributes(found[CODES])
     shape, bits, dtype = shape_of(values), whole(values, "bits"), values.text("weight_dtype")
-    if dtype not in schema.STORAGE or not 1 <= bits <= _MOST_BITS or whole(values, "is_signed") not in (0, 1):
+    is_known = dtype in schema.STORAGE and numbers.is_float(dtype) and whole(values, "is_signed") in (0, 1)
+    if not is_known or not 1 <= bits <= _MOST_BITS:
         msg = f"{stored}: no weight of {dtype:.80} has codes of {bits} bits"
         raise ValueError(msg)
     if found[CODES].shape != (-(-math.prod(shape) * bits // 8),):
         msg = f"{stored}: {found[CODES].shape} bytes of codes are no {bits} bits for each element of {shape}"
         raise ValueError(msg)
+    for end in ends[1:]:
+        part = found[end]
+        if part.dtype != np.float32 or part.shape != found[SCALES].shape[:1]:
+            msg = f"{stored}{end} has {part.dtype} {part.shape}; expected one row of float32, as long as the scales"
+            raise ValueError(msg)
     size = sum(math.prod(part.shape) * part.dtype.itemsize for part in found.values())
     return Row(schema.unescape(stored), shape, dtype, bits, math.prod(found[SCALES].shape), has_offsets, size), found
 

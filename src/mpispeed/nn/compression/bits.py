@@ -13,6 +13,9 @@ from typing import Any
 
 from mpispeed.base.errors import ConfigError
 
+_MOST_STEPS = 2**53
+"""Of a state that is read: beyond, numbers of steps are no floats."""
+
 
 @dataclass(frozen=True, slots=True)
 class BitPlan:
@@ -101,6 +104,11 @@ class BitSchedule:
         updates, *rest = now
         self.steps = updates - self.plan.offset
         if state.get("plan") == asdict(self.plan):
+            bits, period, faded = rest
+            is_near = self.plan.target <= bits <= self.plan.start and faded <= updates <= _MOST_STEPS
+            if not is_near or period < self.plan.period:
+                msg = f"the state of a schedule of bits is {now!r:.100}, which no schedule comes to by {self.plan}"
+                raise ConfigError(msg)
             self.bits, self.period, self._faded = rest
             return
         self.bits, self.period, self._faded = self.plan.start, self.plan.period, max(self.steps, 0)

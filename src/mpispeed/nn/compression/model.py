@@ -14,6 +14,7 @@ from mpispeed.nn.compression.slices import Slices
 from mpispeed.nn.compression.techniques import Group, Pruning
 
 _MARK = "_compression"
+_TAUGHT = "_layer_of_a_teacher"
 
 
 @dataclass(eq=False)
@@ -112,6 +113,16 @@ def _consumers(modules: dict[str, nn.Module], match: Match) -> list[str]:
 def compression_of(model: nn.Module) -> Compression | None:
     """What is compressed in a model; None if nothing is."""
     return next((module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__), None)
+
+
+def mark_taught(module: nn.Module) -> None:
+    """Remember that a module has its values from a teacher, as `layer_reduction` asks for."""
+    module.__dict__[_TAUGHT] = True
+
+
+def is_taught(model: nn.Module) -> bool:
+    """True if a module of the model is so marked."""
+    return any(_TAUGHT in module.__dict__ for module in model.modules())
 
 
 def _full_shape(layer: nn.Module) -> tuple[int, ...]:

@@ -62,17 +62,30 @@ def read_record(values: Mapping[str, Any]) -> dict[str, LayerRecord]:
     """The records that `record_of` made.
 
     Raises:
-        KeyError, TypeError, ValueError: these are none.
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: these are none, or are of what no config allows.
     """
-    return {
-        name: LayerRecord(
-            int(own["out_dim"]),
-            int(own["bits"]),
-            Quantizer(own["kind"], groups=int(own["groups"])),
-            tuple(
-                Pruning(kind, float(ratio), scores, num_heads=int(heads))
-                for kind, scores, ratio, heads in own["prunings"]
-            ),
+    found = {}
+    for name, own in values.items():
+        prunings = [
+            Pruning(kind, float(ratio), scores, num_heads=int(heads)) for kind, scores, ratio, heads in own["prunings"]
+        ]
+        record = LayerRecord(
+            int(own["out_dim"]), int(own["bits"]), Quantizer(own["kind"], groups=int(own["groups"])), tuple(prunings)
         )
-        for name, own in values.items()
-    }
+        if not _can_be(record):
+            msg = f"{name:.80}: {own!r:.200} is no record of a layer"
+            raise ValueError(msg)
+        found[name] = record
+    return found
+
+
+def _can_be(record: LayerRecord) -> bool:
+    kind, groups = record.quantizer.kind, record.quantizer.groups
+    has_bits = not record.bits or not Quantizer(kind).reason_against(record.bits, ())
+    is_known = kind in ("symmetric", "asymmetric") and groups >= _ROWS and record.out_dim in (0, 1)
+    return is_known and has_bits and all(map(_can_prune, record.prunings))
+
+
+def _can_prune(pruning: Pruning) -> bool:
+    is_known = pruning.kind in PRUNINGS.values() and pruning.scores in ("l1", "topk", "snip_momentum")
+    return is_known and 0 < pruning.dense_ratio < 1 and pruning.num_heads >= (pruning.kind == "head")
