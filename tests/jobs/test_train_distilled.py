@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train_distilled.py"
 LINES = 60
 
@@ -18,9 +16,8 @@ def told(done):
     }
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_a_student_learns_from_a_teacher_in_shards(job, ranks, stage):
-    losses = told(job(ranks, EXAMPLE, "--taught", 20, "--steps", 10, "--stage", stage))
+def test_a_student_learns_from_a_teacher_in_shards(job):
+    losses = told(job(2, EXAMPLE, "--taught", 20, "--steps", 10, "--stage", 3))
     assert losses["teacher"][20] < losses["teacher"][10] < 5.6  # that of a byte at random: ln 256
     assert losses["student"][10] < losses["teacher"][10]  # it begins with layers of the teacher
 

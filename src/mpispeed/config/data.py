@@ -184,7 +184,9 @@ class Eigenvalue(Section):
     verbose: bool = Field(False, description="Log the eigenvalues.")
     max_iter: Positive = Field(100, description="Most iterations for one block.")
     tol: NonNegative = Field(1e-2, description="Relative change of an eigenvalue at which its iteration ends.")
-    stability: NonNegative = Field(1e-6, description="Added to the norm of a vector before it is divided.")
+    stability: NonNegative = Field(
+        1e-6, description="Added to the norm of a vector before it is divided, but no more than the norm itself."
+    )
     gas_boundary_resolution: Positive = Field(1, description="Optimizer steps from one computation to the next.")
     layer_name: str = Field(
         "bert.encoder.layer",

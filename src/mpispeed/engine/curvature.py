@@ -36,7 +36,7 @@ class Iteration:
     Attributes:
         most: iterations after which it ends.
         tol: it ends where the value changes by a smaller part of itself.
-        stability: added to the norm of a vector before it is divided.
+        stability: added to the norm of a vector before it is divided, but no more than the norm itself.
     """
 
     most: int = 100
@@ -64,7 +64,9 @@ class Iteration:
         return value or 0.0
 
     def _scaled(self, vector: torch.Tensor) -> torch.Tensor:
-        return vector / (inner(vector, vector) ** 0.5 + self.stability)
+        norm = inner(vector, vector) ** 0.5
+        # Vectors of a matrix that is small beside `stability` would get shorter each time, until nothing is left.
+        return vector / (norm + min(self.stability, norm)) if norm else vector
 
 
 def inner(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -201,7 +201,7 @@ class Eigenvalues:
         return {"layer_name": self._section.layer_name, "eigenvalues": list(self.latest)}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse other things than numbers.
+        """Refuse other things than finite numbers.
 
         Raises:
             ConfigError: they are something else.
@@ -212,7 +212,8 @@ class Eigenvalues:
             raise ConfigError(msg)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take values back, if they are those of the same blocks."""
+        """Take values back, if they are those of the same blocks; else none are known."""
         values: Sequence[float] = state["eigenvalues"]
-        if state.get("layer_name") == self._section.layer_name and len(values) == len(self._hessians.names):
-            self.latest, self.values = list(values), beside_largest(values)
+        is_same = state.get("layer_name") == self._section.layer_name and len(values) == len(self._hessians.names)
+        self.latest = list(values) if is_same else []
+        self.values = beside_largest(self.latest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from mpispeed.base.errors import MpispeedError, UsageError
 from mpispeed.base.tensor_tree import map_tensors, move
 from mpispeed.engine.curvature import find_blocks, joined, product_with, second_order, split_like, start_vector, trained
-from mpispeed.nn.recompute import Surroundings
+from mpispeed.nn.recompute import Surroundings, repeating
 from mpispeed.pipe.exchange import Exchange, tensors_with_grad
 
 if TYPE_CHECKING:
@@ -114,6 +115,14 @@ class WholeHessians:
 _ACTIVATIONS, _GRADS, _DOWN, _UP = range(4)  # kinds of messages over a border of two virtual stages
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text, re.IGNORECASE)
+    except re.error as error:
+        msg = f"eigenvalue.layer_name: {text!r} is no pattern of class names: {error}"
+        raise UsageError(msg) from error
+
+
 @dataclass(slots=True)
 class _Pass:
     """The graph of one virtual stage.
@@ -147,19 +156,19 @@ class StagedHessians:
         """Collective over: all ranks.
 
         Raises:
-            UsageError: the blocks are not there.
+            UsageError: the blocks are not there, or one is tied or has nothing to train.
         """
         self._parts, self._model, mesh = context.parts, model, context.mesh
         self._data, self._pipe, self._world = mesh["data"], mesh["pipe"], mesh.world.comm
-        self._stages, self._me = model.num_stages, model.stage_id
+        self._stages, self._me, pattern = model.num_stages, model.stage_id, _pattern(section.layer_name)
         self._count = model.num_stages * model.num_chunks
         self._exchange = Exchange(mesh.channel("curvature")["pipe"], device=context.plan.device)
         steps = [(k, step) for k in range(self._count) if self._is_own(k) for step in self._chunk(k).steps if step.path]
-        found = sorted({
-            (step.index, k, step.path)
-            for part in self._pipe.gather_objects([(k, step) for k, step in steps if self._fits(section, step.name)])
-            for k, step in part
-        })  # fmt: skip
+        own = [
+            (step.index, k, step.path, bool(trained(model.get_submodule(step.path))))
+            for k, step in steps if pattern.search(step.name)
+        ]  # fmt: skip
+        found = sorted(row for part in self._pipe.gather_objects(own) for row in part)
         if len(found) < max(1, section.layer_num):
             known = sorted(
                 {name for part in self._pipe.gather_objects([step.name for _, step in steps]) for name in part}
@@ -169,21 +178,25 @@ class StagedHessians:
                 f"is {section.layer_num}; layer_name is a pattern of their names here; classes: {', '.join(known)}"
             )
             raise UsageError(msg)
+        uses = Counter(path for _, _, path, _ in found)
         found = found[: section.layer_num or None]
-        self.names = [path for _, _, path in found]
-        self._owners = [k for _, k, _ in found]
-        self._params = {
-            number: trained(model.get_submodule(path)) for number, (_, k, path) in enumerate(found) if self._is_own(k)
-        }
-        self.blocks = [model.get_submodule(path) for _, k, path in found if self._is_own(k)]
+        for index, _, path, is_trained in found:
+            if not is_trained or uses[path] > 1:
+                why = "is tied to another one" if is_trained else "has no parameter that is trained"
+                msg = (
+                    f"eigenvalue: layer {index} of the pipeline, of a class {section.layer_name!r}, {why}; choose a "
+                    "layer_name and a layer_num that leave it out"
+                )
+                raise UsageError(msg)
+        self.names = [path for _, _, path, _ in found]
+        self._owners = [k for _, k, _, _ in found]
+        mine = {number: model.get_submodule(path) for number, (_, k, path, _) in enumerate(found) if self._is_own(k)}
+        self._params = {number: trained(block) for number, block in mine.items()}
+        self.blocks = list(mine.values())
         self._passes: dict[int, _Pass] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._own_mail: dict[tuple[int, int], Any] = {}
         self._scale = 1.0
-
-    @staticmethod
-    def _fits(section: Section, name: str) -> bool:
-        return re.search(section.layer_name, name, re.IGNORECASE) is not None
 
     def _is_own(self, k: int) -> bool:
         return k % self._stages == self._me
@@ -207,7 +220,7 @@ class StagedHessians:
 
     def _forward(self, given: Any) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        with Surroundings().restored():
+        with Surroundings().restored(), repeating():
             for k in filter(self._is_own, range(self._count)):
                 x = self._loaded(given[0]) if k == 0 else self._receive(k, k - 1, _ACTIVATIONS)
                 with self._parts.sharding.running(self._model), self._parts.casting.named():
@@ -260,6 +273,7 @@ class StagedHessians:
         """Leave buffers as they were. Local."""
         self._exchange.settle()
         self._passes.clear()
+        self._own_mail.clear()
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

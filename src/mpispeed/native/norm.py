@@ -268,6 +268,7 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return dx, None, None, None
+        ops.refuse_second_derivative("layer_norm_beside", ctx, (dx, dy))
         x, weight, mean, rstd = ctx.saved_tensors
         _, with_weight, with_bias, _ = ctx.needs_input_grad
         dx, dweight, dbias = norm_backward(dy, dx, x, weight, mean, rstd, with_weight, with_bias)

@@ -187,8 +187,18 @@ def innermost() -> Recorder | None:
 
 
 def is_running_again() -> bool:
-    """True within a second run of a function: in a recorder's, and in any forward pass that backward starts."""
-    return isinstance(innermost(), _Again) or _current_pass() != OUTSIDE
+    """True within a second run of a function: in a recorder's, in any pass that backward starts, and in `repeating`."""
+    return getattr(_running, "repeats", False) or isinstance(innermost(), _Again) or _current_pass() != OUTSIDE
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    """Context of a forward pass that repeats another one, which modules have counted already."""
+    before, _running.repeats = getattr(_running, "repeats", False), True
+    try:
+        yield
+    finally:
+        _running.repeats = before
 
 
 @contextlib.contextmanager

@@ -85,6 +85,7 @@ def plain_masks(model, data, lr, dense, due):
     return {name: mask.bool() for name, mask in kept.items()}
 
 
+@pytest.mark.ranks(1, 3)
 def test_masks_are_those_of_plain_torch():
     data = batches(STEPS, BATCH)
     expected = plain_masks(TinyLM(), data, 1e-2, 0.5, {5: 1 - 0.4**3, 7: 1})  # nothing goes after step 2

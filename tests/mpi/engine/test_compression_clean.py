@@ -12,6 +12,7 @@ from mpispeed.cli.ckpt import ckpt
 from mpispeed.compression import init_compression, redundancy_clean
 from mpispeed.compression.packed_layers import packed_weight
 from mpispeed.pipe import LayerSpec, PipelineModule
+from tests.helpers.covering import in_turn
 from tests.zoo.training import ADAM, config, start, train
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -48,9 +49,7 @@ SECTIONS = {
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero"), [(0, {}), (2, {}), (3, {}), (3, HOST)], ids=["0", "2", "3", "3 on the host"]
-)
+@pytest.mark.parametrize(("stage", "zero"), in_turn([(0, {}), (3, HOST), (3, {}), (2, {})]))
 def test_an_engine_becomes_a_plain_model(world, stage, zero):
     sections = {"train_batch_size": BATCH, "compression_training": SECTIONS}
     model = init_compression(MLP(), sections)
@@ -74,7 +73,7 @@ def test_an_engine_becomes_a_plain_model(world, stage, zero):
     assert all(state == states[0] for state in states)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), in_turn([(0, "fp32"), (3, "bf16")], (1, 2, 3)))
 def test_a_checkpoint_gives_the_weights_that_the_model_computes_with(world, mpi_tmp_path, stage, dtype):
     sparse = technique({"params": {"dense_ratio": 0.75}, "modules": ["last"]}, method="l1")
     settings = config(stage, BATCH, dtype=dtype, **ADAM)

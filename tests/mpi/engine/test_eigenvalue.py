@@ -8,13 +8,14 @@ import torch
 from mpispeed import checkpointing
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.engine.curvature import beside_largest
+from tests.helpers.covering import in_turn
 from tests.helpers.hessians import BLOCKS, Attending, Scored, batch, largest
 from tests.zoo import same_bits
 from tests.zoo.training import ADAM, config, own_part, start, train, weights
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
-SECTION = {"enabled": True, "layer_name": "stack.blocks", "layer_num": BLOCKS, "max_iter": 300, "tol": 1e-5}
+SECTION = {"enabled": True, "layer_name": "stack.blocks", "layer_num": BLOCKS, "max_iter": 300, "tol": 1e-4}
 FEW = {"max_iter": 3}
 FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 8}
 OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -24,18 +25,18 @@ def settings(stage, zero=None, accumulation=1, eigenvalue=None, **more):
     return config(stage, 12, accumulation, zero=zero, **ADAM, eigenvalue=SECTION | (eigenvalue or {}), **more)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3)
 def test_they_are_those_of_dense_hessians_at_every_stage():
-    """The same bits at every stage, for the mean over ranks of their losses."""
-    wanted, told = largest(Scored(), batch(12)), []
-    for stage, zero in ((0, {}), (1, {"overlap_comm": True}), (2, {}), (3, {}), (3, OFFLOAD)):
-        engine = start(settings(stage, zero, reduction="ordered"), Scored())
+    """For the mean over ranks of their losses; the same bits at every stage, for which a few products do."""
+    stages, told = ((0, {}), (1, {"overlap_comm": True}), (2, {}), (3, {}), (3, OFFLOAD)), []
+    for (stage, zero), few in [((0, {}), {}), *((each, {"max_iter": 8}) for each in stages)]:
+        engine = start(settings(stage, zero, eigenvalue=few, reduction="ordered"), Scored())
         train(engine, [batch(12)])
         told.append(engine.eigenvalues.latest)
         assert engine.eigenvalues.values == beside_largest(engine.eigenvalues.latest)
         engine.destroy()
-    assert told[0] == pytest.approx(wanted, rel=1e-3)
-    assert all(each == told[0] for each in told)
+    assert told[0] == pytest.approx(largest(Scored(), batch(12)), rel=1e-3)
+    assert all(each == told[1] for each in told[1:])
 
 
 @pytest.mark.ranks(1, 2)
@@ -56,8 +57,7 @@ def test_training_keeps_its_bits(stage):
     assert told[0] == told[1]
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", in_turn([0, 3], (1, 2)))
 def test_half_precision_scales_the_loss(stage):
     """Values are those of the loss itself, to what fp16 holds of them."""
     engine = start(settings(stage, eigenvalue={"tol": 1e-3}, fp16=FP16), Scored())
@@ -90,7 +90,7 @@ def test_they_are_computed_as_often_as_the_config_says(mpi_tmp_path):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_goes_on_has_the_values(mpi_tmp_path):
-    """A checkpoint keeps the last ones; those of other blocks are left alone."""
+    """A checkpoint keeps the last ones; those of other blocks are left alone, and none are made up."""
     engine = start(settings(1, None, 1, FEW), Scored())
     train(engine, [batch(12)])
     latest = engine.eigenvalues.latest
@@ -98,6 +98,7 @@ def test_a_run_that_goes_on_has_the_values(mpi_tmp_path):
     engine.destroy()
     for stage, count, wanted in ((3, BLOCKS, latest), (0, 1, [])):
         other = start(settings(stage, None, 1, FEW | {"layer_num": count}), Scored())
+        train(other, [batch(12, 4)])  # which is undone
         other.load_checkpoint(str(mpi_tmp_path))
         assert other.eigenvalues.latest == wanted
         assert other.eigenvalues.values == beside_largest(wanted)

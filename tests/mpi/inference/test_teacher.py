@@ -11,6 +11,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.compression.distillation import DistillationLoss, Teacher
 from mpispeed.compression.student import convert_conv1d_to_linear, student_initialization
 from mpispeed.sharding.sharded_init import find_init_shard
+from tests.helpers.covering import in_turn
 
 SECTION = {
     "compression_training": {
@@ -69,6 +70,7 @@ def learn(comm, teacher):
     return losses, {name: param.detach().clone() for name, param in student.named_parameters()}
 
 
+@pytest.mark.ranks(1, 3)
 def test_a_student_learns_the_same_from_any_teacher(comm, folder):
     found = {}
     for kind in ("whole", "none", "nvme"):
@@ -83,6 +85,7 @@ def test_a_student_learns_the_same_from_any_teacher(comm, folder):
         assert not [name for name in weights if not torch.equal(found[kind][1][name], weights[name])], kind
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_teacher_in_shards_is_held_once(comm):
     model = gpt2(3, 1).train()
     count = sum(param.numel() for param in model.parameters())
@@ -102,7 +105,9 @@ def copied(student):
         return {name: param.detach().clone() for name, param in student.named_parameters()}
 
 
-@pytest.mark.parametrize(("of_teacher", "of_student"), [("init", "whole"), ("init", "init"), ("nvme", "engine")])
+@pytest.mark.parametrize(
+    ("of_teacher", "of_student"), in_turn([("init", "whole"), ("init", "init"), ("nvme", "engine")], (2, 4, 3, 1))
+)
 def test_layers_are_copied_between_shards(of_teacher, of_student, folder):
     wanted = student_initialization(gpt2(2, 2), gpt2(3, 1), SECTION).state_dict()
     if of_teacher == "init":
@@ -132,6 +137,7 @@ def test_layers_are_copied_between_shards(of_teacher, of_student, folder):
         teacher.destroy()
 
 
+@pytest.mark.ranks(3)
 def test_layers_in_shards_become_linear(comm):
     wanted = convert_conv1d_to_linear(gpt2(1, 1), Conv1D).state_dict()
     with mpispeed.zero.Init():

@@ -14,6 +14,7 @@ from mpispeed.nn.compression import (
 )
 from mpispeed.nn.tensor import cuts, inject
 from tests.helpers import home_made as made
+from tests.helpers.covering import IS_FULL
 from tests.helpers.tensor import assert_near, whole_gradients, whole_parameters
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -82,7 +83,12 @@ def sliced(comm, groups, *, is_first, cuts_sequence=False):
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+SIZES = ((1, 2, 3, 4),) if IS_FULL else ((2, 3), (3, 4), (1, 4))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.ranks(*SIZES[at % len(SIZES)])) for at, case in enumerate(CASES)]
+)
 def test_slices_compute_what_full_layers_do(comm, case):
     whole = build()
     compress(whole, CASES[case], seed=5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mpispeed.base.errors import UsageError
 from mpispeed.native import norm
 from mpispeed.native.cuda import launcher
 from tests.helpers.cuda_host import HostLauncher
@@ -159,6 +160,13 @@ def test_gradients_beside_a_norm_are_added_in_its_pass():
     assert host.launched.count("layer_norm_backward_8_f32") == 1
     (only,) = torch.autograd.grad(norm.layer_norm_beside(*leaves)[0], leaves[:1], dy)
     assert torch.equal(only, dy)
+
+
+def test_a_second_derivative_beside_a_norm_is_refused():
+    """Mean and deviation are saved as numbers: it would lack theirs."""
+    leaves = [torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True), None]
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(norm.layer_norm_beside(*leaves)[1].square().sum(), leaves[:2], create_graph=True)
 
 
 def test_beside_a_norm_compiled_and_within_autocast():
