@@ -27,7 +27,7 @@ from mpispeed.compression.student import unwrapped
 from mpispeed.engine.agreement import configuring
 from mpispeed.engine.engine import Engine
 from mpispeed.mesh.world import current
-from mpispeed.nn.compression.layers import LayerState, Progress, make_compressible, make_plain, mask_of
+from mpispeed.nn.compression.layers import LayerState, Progress, drop_masks, make_compressible, make_plain, mask_of
 from mpispeed.nn.compression.masks import spread
 from mpispeed.nn.compression.matching import form_of, is_conv1d, out_dim_of
 from mpispeed.nn.compression.model import compress, compression_of, forget
@@ -340,9 +340,7 @@ def _strip(layer: nn.Module, state: LayerState) -> None:
     if activation is None:
         make_plain(layer)
         return
-    for name in (f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores")):
-        layer._buffers.pop(name, None)
-        layer._parameters.pop(name, None)
+    drop_masks(layer)
     make_compressible(layer, LayerState(state.name, Progress(), {ACTIVATIONS: activation}, active={ACTIVATIONS}))
 
 

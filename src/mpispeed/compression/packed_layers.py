@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mpispeed.base.stand_ins import stand_in, uncast
 from mpispeed.native import weight_codes
 from mpispeed.native.packed_codes import PackedCodes
 from mpispeed.nn.compression.layers import LayerState, make_compressible, plain_class, quantized_input, state_of
@@ -57,12 +58,6 @@ def packed_weight(layer: nn.Module) -> PackedCodes | None:
     return PackedCodes(found[CODES], found[SCALES], found.get(OFFSETS), facts.bits, facts.shape, facts.is_signed)
 
 
-def pack_bytes(layer: nn.Module) -> int:
-    """Bytes of the codes, scales and offsets of a layer; 0 if its weight is not packed."""
-    packed = packed_weight(layer)
-    return 0 if packed is None else packed.nbytes
-
-
 def _class_of(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name that has codes; `base` may be a compressible one."""
     if base not in _classes:
@@ -83,12 +78,11 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
         return _rebuilt, (plain, plain is not base), *rest
 
     plain = plain_class(base)
-    names: dict[str, Any] = {"weight": property(weight), "_apply": apply, "__reduce_ex__": reduce}
+    members: dict[str, Any] = {"weight": property(weight), "_apply": apply, "__reduce_ex__": reduce}
     forward = {nn.Linear.forward: _multiply, nn.Embedding.forward: _look_up}.get(cast("Any", plain).forward)
     if forward is not None:
-        names["forward"] = forward
-    names |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), names)
+        members["forward"] = forward
+    return stand_in(base, members)
 
 
 def _rebuilt(base: type[nn.Module], is_compressible: bool) -> nn.Module:
@@ -128,16 +122,10 @@ def _look_up(layer: nn.Embedding, index: Tensor) -> Tensor:
 
 
 def _apply(layer: nn.Module, base: type[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
-    """`nn.Module._apply` under which scales and offsets keep their dtype: meanwhile they are integers."""
+    """`nn.Module._apply` under which scales and offsets keep their dtype."""
     buffers: dict[str, Any] = layer._buffers
-    kept = [name for name in (SCALES, OFFSETS) if name in buffers]
-    for name in kept:
-        buffers[name] = buffers[name].view(torch.int32)
-    try:
+    with uncast(buffers, (name for name in (SCALES, OFFSETS) if name in buffers)):
         base._apply(layer, fn, recurse)
-    finally:
-        for name in kept:
-            buffers[name] = buffers[name].view(torch.float32)
     facts: _Facts = layer.__dict__[_FACTS]
     facts.dtype = fn(torch.empty(0, dtype=facts.dtype, device=buffers[CODES].device)).dtype
     return layer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.stand_ins import uncast
 from mpispeed.native import weight_codes
 from mpispeed.native.weight_codes import WeightCodes
 from mpispeed.nn.tensor import ColumnLinear, RowLinear, VocabEmbedding, VocabLinear
@@ -102,19 +103,14 @@ def dequantized(layer: nn.Module, dtype: torch.dtype = torch.float32, name: str 
 
 
 def apply_to_coded(layer: nn.Module, kind: type[nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool) -> Any:
-    """`nn.Module._apply` under which scales and offsets keep their dtype: meanwhile they are integers."""
+    """`nn.Module._apply` under which scales and offsets keep their dtype."""
     states = _states(layer)
     buffers: dict[str, Any] = layer._buffers
-    kept = [name + end for name in states for end in (SCALES, OFFSETS) if buffers[name + end] is not None]
-    for name in kept:
-        buffers[name] = buffers[name].view(torch.int32)
-    try:
+    ends = (name + end for name in states for end in (SCALES, OFFSETS))
+    with uncast(buffers, (name for name in ends if buffers[name] is not None)):
         kind._apply(layer, fn, recurse)
         for name, state in states.items():
             state.dtype = fn(torch.empty(0, dtype=state.dtype, device=buffers[name + CODES].device)).dtype
-    finally:
-        for name in kept:
-            buffers[name] = buffers[name].view(torch.float32)
     return layer
 
 

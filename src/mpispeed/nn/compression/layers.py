@@ -7,7 +7,6 @@ sharded parameters are gathered. Outside of it `weight` is the parameter.
 
 from __future__ import annotations
 
-import copyreg
 import math
 import sys
 import zlib
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from mpispeed.base.stand_ins import stand_in
 from mpispeed.native.token_choice import key_of
 from mpispeed.nn.compression.masks import (
     Kind,
@@ -163,9 +163,7 @@ def make_compressible(layer: nn.Module, state: LayerState) -> None:
     """Let one layer compute with what `state` says; a layer that does so already gets the new state."""
     known = type(layer)
     if known not in _classes.values():
-        if known not in _classes:
-            _classes[known] = _compressible(known)
-        layer.__class__ = _classes[known]
+        layer.__class__ = _class_of(known)
     layer.__dict__[_STATE] = state
 
 
@@ -176,7 +174,13 @@ def make_plain(layer: nn.Module) -> None:
         return
     layer.__class__ = plain
     layer.__dict__.pop(_STATE, None)
-    for name in (RANGE, *(f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores"))):
+    layer._buffers.pop(RANGE, None)
+    drop_masks(layer)
+
+
+def drop_masks(layer: nn.Module) -> None:
+    """Take the masks and scores of all kinds of pruning from a layer."""
+    for name in (f"{kind}_{what}" for kind in PRUNINGS.values() for what in ("mask", "scores")):
         layer._buffers.pop(name, None)
         layer._parameters.pop(name, None)
 
@@ -225,21 +229,21 @@ def _known(layer: nn.Module) -> LayerState:
     return cast("LayerState", layer.__dict__[_STATE])
 
 
+def _class_of(base: type[nn.Module]) -> type[nn.Module]:
+    """The compressible class for layers of a class; there is one."""
+    if base not in _classes:
+        _classes[base] = _compressible(base)
+    return _classes[base]
+
+
 def _compressible(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name that computes with compressed values."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _Steps.run(self, base.forward, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
-        if made is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
-            made, args = _rebuilt, (base,)
-        return made, args, *rest
-
-    names = {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__}
-    names |= {name: _value(name) for name in ("weight", "bias")} | {"plain_type": base, "carry_to": _carry_to}
-    return type(base.__name__, (base,), {**names, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+    names = {"forward": forward, "plain_type": base, "carry_to": _carry_to}
+    return stand_in(base, names | {name: _value(name) for name in ("weight", "bias")}, _rebuilt)
 
 
 def _carry_to(self: nn.Module, made: nn.Module) -> None:
@@ -265,9 +269,7 @@ def _value(name: str) -> property:
 def _rebuilt(base: type[nn.Module]) -> nn.Module:
     """An empty layer, for copies and pickles."""
     layer: nn.Module = base.__new__(base)
-    if base not in _classes:
-        _classes[base] = _compressible(base)
-    layer.__class__ = _classes[base]
+    layer.__class__ = _class_of(base)
     return layer
 
 

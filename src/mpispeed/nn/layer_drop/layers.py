@@ -6,20 +6,20 @@ stands before hooks of the module, so that a layer that is left out gathers no p
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from mpispeed.base import rng
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.stand_ins import stand_in
 from mpispeed.nn.layer_drop.decisions import Depth, LayerDrop
 
 if TYPE_CHECKING:
@@ -76,14 +76,7 @@ def _droppable(base: type[nn.Module]) -> type[nn.Module]:
             return base.__call__(self, *args, **kwargs)
         return _Steps.run(self, base.__call__, args, kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        made, args, *rest = cast("tuple[Any, ...]", base.__reduce_ex__(self, protocol))
-        if made is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
-            made, args = _rebuilt, (base,)
-        return made, args, *rest
-
-    names = {"__call__": call, "__reduce_ex__": reduce, _MARK: True, "__module__": base.__module__}
-    return type(base.__name__, (base,), {**names, "__qualname__": base.__qualname__, "__doc__": base.__doc__})
+    return stand_in(base, {"__call__": call, _MARK: True}, _rebuilt)
 
 
 def _rebuilt(base: type[nn.Module]) -> nn.Module:
