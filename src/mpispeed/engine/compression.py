@@ -10,6 +10,7 @@ from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.engine import compression_blocks
 from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.engine.state.global_layout import GlobalLayout
 from mpispeed.engine.step import Place
 from mpispeed.nn.compression import Compression, LayerState, compress, compression_of, read_groups
 from mpispeed.nn.compression.bits import BitPlan, BitSchedule
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpispeed.config.root import Config
+    from mpispeed.engine.compression_blocks import BlockPruning
     from mpispeed.engine.step import StepContext
 
 log = logging.getLogger(__name__)
@@ -146,14 +148,9 @@ def attach(context: Context) -> Hooks:
     run = Run(context, compression)
     context.bus.subscribe(Event.CLOSE, lambda _: run.end())
     blocks = compression_blocks.attach(context, compression)
+    context.bus.subscribe(Event.LOAD_END, lambda _: run.loaded(blocks))
     if context.parts.optimization is not None:  # behind what is collective: a stage may be the only one with scores
         _require_trained_scores(context, compression)
-
-    def catch_up(_: object) -> None:
-        if run.catch_up() and blocks is not None:
-            blocks.tell_late()
-
-    context.bus.subscribe(Event.LOAD_END, catch_up)
     return Hooks(
         [*([] if blocks is None else [(Place.CLIPPED, blocks)]), (Place.PUBLISHED, run)],
         state=run.state,
@@ -186,12 +183,12 @@ class Run:
     def __init__(self, context: Context, compression: Compression) -> None:
         """Begin before the first update. Collective over: all ranks."""
         self._compression, self._is_first = compression, context.mesh.rank == 0
-        self._step, self._counters = 0, context.counters
+        self._counters = context.counters
         own = {name: plan for name, state in compression.layers.items() if (plan := _plan_of(state)) is not None}
         # Every rank knows those of all stages, so that any of them can write or read a checkpoint.
         plans = {name: plan for ranks in context.mesh.world.comm.gather_objects(own) for name, plan in ranks.items()}
         self._schedules = {name: BitSchedule(plan) for name, plan in plans.items()}
-        layers = context.mesh["pipe"].gather_objects(record_of(context.module, compression))
+        layers = context.mesh["pipe"].gather_objects(_record(context, compression))
         self._record = {name: layer for stage in layers for name, layer in stage.items()}
         self._curvatures = context.published.get("eigenvalues")
         if self._curvatures is not None and plans:
@@ -201,27 +198,27 @@ class Run:
             if held is not None:
                 held.data = held.data.float()  # in 16 bits a running mean would stand still
         compression.progress.follow(context.parts.passes)
-        self._show()
+        self._show(self._counters.applied_steps)
 
     def __call__(self, ctx: StepContext) -> None:
         """Count an update. Local, the same on all ranks."""
         if ctx.skip:
             return
-        self._step += 1
+        step = self._counters.applied_steps + 1
         for name, schedule in self._schedules.items():
             before = schedule.bits
             schedule.advance(None if self._curvatures is None else self._curvatures.curvature_of(name))
             if schedule.bits != before and self._is_first and self._tells(name):
-                log.info("update %d: weights of %s have %d bits now", self._step, name, schedule.bits)
-        self._show()
+                log.info("update %d: weights of %s have %d bits now", step, name, schedule.bits)
+        self._show(step)
 
     def _tells(self, name: str) -> bool:
         state = self._compression.layers.get(name)
         return state is not None and state.weight_quantization is not None and state.weight_quantization.verbose
 
-    def _show(self) -> None:
-        """Let layers compute with what the schedules say now."""
-        self._compression.set_step(self._step)
+    def _show(self, step: int) -> None:
+        """Let layers compute with what the schedules say after so many updates."""
+        self._compression.set_step(step)
         for name, schedule in self._schedules.items():
             if name in self._compression.layers:
                 self._compression.layers[name].bits = schedule.bits
@@ -236,7 +233,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         bits = {name: each.state() for name, each in self._schedules.items()}
-        return {"step": self._step, "bits": bits, "layers": self._record}
+        return {"bits": bits, "layers": self._record}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse what is no such state.
@@ -244,33 +241,36 @@ class Run:
         Raises:
             ConfigError: says what is wrong.
         """
-        step, bits = state.get("step"), state.get("bits")
-        if type(step) is not int or step < 0 or not isinstance(bits, dict):
-            msg = f"the step is {step!r}, and the bits of layers are {bits!r:.100}; expected a number and a table"
+        bits = state.get("bits")
+        if not isinstance(bits, dict):
+            msg = f"the bits of layers are {bits!r:.100}; expected a table"
             raise ConfigError(msg)
         for name, each in self._schedules.items():
-            BitSchedule(each.plan).load(_of(name, state))
+            if name in bits:
+                BitSchedule(each.plan).load(bits[name])
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on at the place of a checkpoint, on the schedules of the config. Local."""
-        self._step = state["step"]
+        """Go on at the update of a checkpoint, on the schedules of the config. Local."""
+        step = self._counters.applied_steps
         for name, each in self._schedules.items():
-            each.load(_of(name, state))
-        self._show()
+            each.load(state["bits"].get(name) or {"now": [step, 0, 0, 0]})
+        self._show(step)
+
+    def loaded(self, blocks: BlockPruning | None) -> None:
+        """Look at masks again; go on at the update of the run, if its checkpoint knew nothing of compression. Local."""
+        if self._compression.progress.step != self._counters.applied_steps:
+            self.load({"bits": {}})
+            if blocks is not None:
+                blocks.tell_late()
         self._compression.forget_masks()
 
-    def catch_up(self) -> bool:
-        """Go on at the update of the run, after a checkpoint that knows nothing of compression; True if so. Local."""
-        step = self._counters.applied_steps
-        is_behind = self._step != step
-        if is_behind:
-            self.load({"step": step, "bits": {}})
-        return is_behind
 
-
-def _of(name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of a layer's schedule; of one that is not there, the number of updates."""
-    return state["bits"].get(name) or {"now": [state["step"], 0, 0, 0]}
+def _record(context: Context, compression: Compression) -> dict[str, Any]:
+    """The record of the layers of this stage, those of experts on other ranks too."""
+    end = ".weight"  # experts are known by the names of their parameters
+    own = [(name + end, layer) for name, layer in record_of(context.module, compression).items()]
+    everyone = GlobalLayout.of(context.parts).experts.expanded(own, lambda _, layer: layer)
+    return {name.removesuffix(end): layer for name, layer in everyone}
 
 
 def _plan_of(state: LayerState) -> BitPlan | None:

@@ -190,8 +190,8 @@ def test_what_cannot_be_is_refused_on_all_ranks(tmp_path_factory):
     folder = mpispeed.init_distributed().comm.share(str(tmp_path_factory.mktemp("saved")))
     engine = start(settings(bits(8, 4), bf16={"enabled": True}), model())
     feature = engine.mpispeed.parts.features._rows["compression_training"][1]
-    with pytest.raises(ConfigError, match="the step is -1"):
-        feature.check({"step": -1, "bits": {}})
+    with pytest.raises(ConfigError, match="the bits of layers are -1"):
+        feature.check({"bits": -1})
     engine.save_checkpoint(folder)
     engine.destroy()
     assert compression_of(engine.module).progress.passes is None

@@ -11,6 +11,7 @@ from mpispeed.ckpt.tools import packed_weights
 from mpispeed.cli.ckpt import ckpt
 from mpispeed.compression import init_compression, redundancy_clean
 from mpispeed.compression.packed_layers import packed_weight
+from mpispeed.moe import MoE
 from mpispeed.pipe import LayerSpec, PipelineModule
 from tests.helpers.covering import in_turn
 from tests.zoo.training import ADAM, config, start, train
@@ -205,6 +206,23 @@ def test_masks_that_training_has_not_made_yet_are_those_of_cleaning(mpi_tmp_path
 
 
 @pytest.mark.ranks(1, 2)
+def test_masks_are_looked_at_again_after_a_load_of_weights_alone(mpi_tmp_path, world):
+    folder = world.comm.share(str(mpi_tmp_path))
+    sparse = technique({"params": {"dense_ratio": 0.5}, "modules": ["first"]}, method="l1", schedule_offset=1)
+    engine = start(config(2, BATCH, **ADAM) | {"compression_training": {"sparse_pruning": sparse}}, MLP())
+    engine.save_checkpoint(folder)  # with a mask of ones
+    torch.manual_seed(6)
+    train(engine, [torch.randn(BATCH, WIDTH) for _ in range(2)])
+    first = engine.module.first
+    assert first.sparse_mask.sum() == first.weight.numel() // 2
+    engine.load_checkpoint(folder, load_module_only=True)
+    assert first.sparse_mask.all()
+    train(engine, [torch.randn(BATCH, WIDTH)])
+    assert first.sparse_mask.sum() == first.weight.numel() // 2
+    engine.destroy()
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_refusal_on_one_rank_leaves_the_engine_alive_on_all(world):
     engine = start(config(3, BATCH, **ADAM) | {"compression_training": SECTIONS}, MLP())
     own = {} if world.rank == world.size - 1 else SECTIONS
@@ -212,6 +230,35 @@ def test_a_refusal_on_one_rank_leaves_the_engine_alive_on_all(world):
         redundancy_clean(engine, {"train_batch_size": BATCH, "compression_training": own})
     train(engine, [torch.randn(BATCH, WIDTH)])
     engine.destroy()
+
+
+@pytest.mark.ranks(2, 4)
+def test_experts_of_all_ranks_are_packed(world, mpi_tmp_path):
+    torch.manual_seed(3)
+    expert = nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH))
+    model = nn.Sequential(MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, drop_tokens=False))
+    model.forward = lambda x: model[0](x)[0].square().mean()
+    experts = {"modules": [r"experts.*\.0$"]}
+    sections = {
+        "weight_quantization": technique(
+            experts | {"params": {"start_bits": 6, "target_bits": 6}}, quantize_weight_in_forward=True
+        ),
+        "row_pruning": technique(experts | {"params": {"dense_ratio": 0.5}}, method="topk"),
+    }
+    engine = start(config(1, BATCH, **ADAM) | {"compression_training": sections}, model)
+    train(engine, [torch.randn(BATCH, WIDTH)])
+    engine.save_checkpoint(str(mpi_tmp_path))
+    engine.destroy()
+    if world.rank == 0:
+        path = mpi_tmp_path / "w.h5"
+        result = CliRunner().invoke(ckpt, ["export", str(mpi_tmp_path), str(path), "--quantized"])
+        assert result.exit_code == 0, result.output
+        rows = {row.name: row.bits for row in packed_weights.rows(path)}
+        assert [bits for name, bits in rows.items() if name.endswith(".0.weight")] == [6] * 4
+        assert not any(name.endswith("_scores") for name in rows)
+        found = packed_weights.load(path)
+        first = [value for name, value in found.items() if name.endswith(".0.weight")]
+        assert all((value == 0).all(1).sum() == 12 for value in first)
 
 
 @pytest.mark.ranks(1)

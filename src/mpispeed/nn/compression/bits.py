@@ -97,7 +97,7 @@ class BitSchedule:
         Raises:
             ConfigError: these are not the values of `state`.
         """
-        now = state.get("now")
+        now = state.get("now") if isinstance(state, Mapping) else None
         if not isinstance(now, list) or len(now) != 4 or not all(type(each) is int and each >= 0 for each in now):
             msg = f"the state of a schedule of bits is {now!r}; expected updates, bits, period and steps since a fall"
             raise ConfigError(msg)

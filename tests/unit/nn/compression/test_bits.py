@@ -94,6 +94,8 @@ def test_what_cannot_be_is_refused():
     for now in (None, [1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 0.5], [1, 2, 3, True]):
         with pytest.raises(ConfigError, match="the state of a schedule of bits is"):
             schedule.load({"now": now})
+    with pytest.raises(ConfigError, match="the state of a schedule of bits is"):
+        schedule.load([1, 2, 3, 4])
     plan = schedule.state()["plan"]
     for now in ([9, 3, 4, 1], [9, 9, 4, 1], [9, 0, 4, 1], [9, 6, 0, 1], [9, 6, 4, 10], [10**400, 6, 4, 10**400]):
         with pytest.raises(ConfigError, match="which no schedule comes to"):
