@@ -18,7 +18,7 @@ from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.tools.casting import cast
 from mpispeed.compression.last_weights import Cut, last_weight
-from mpispeed.nn.compression.masks import l1_scores, mask_shape, spread, top_k_mask
+from mpispeed.nn.compression.masks import kept_count, l1_scores, mask_shape, spread, top_k_mask
 from mpispeed.nn.compression.record import LayerRecord, read_record
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ class CheckpointPacker:
             return top_k_mask(self._trained(name), pruning.dense_ratio) != 0
         stored = self._reader.stored(name, slot)
         mask = schema.from_array(self._reader.read_array(name, slot), stored.dtype) != 0
-        if pruning.scores != "l1" or not bool(mask.all()):
+        if pruning.scores != "l1" or int(mask.sum()) == kept_count(mask.numel(), pruning.dense_ratio):
             return mask
-        # Pruning has not begun: the mask is that which it would begin with, as in `redundancy_clean`.
+        # Not made yet, or by another ratio: the mask is that with which pruning would begin, as in `redundancy_clean`.
         weight = self._trained(f"{layer}.weight")
         scores = l1_scores(pruning.kind, weight, record.out_dim, pruning.num_heads)
         return top_k_mask(scores, pruning.dense_ratio) != 0

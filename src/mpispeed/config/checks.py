@@ -333,11 +333,8 @@ def _check_compression(config: Config) -> Iterator[Problem]:
     if sparse.schedule_offset_end is not None and sparse.schedule_offset_end < sparse.schedule_offset:
         what = f"{sparse.schedule_offset_end} is before schedule_offset {sparse.schedule_offset}"
         yield Problem("compression_training.sparse_pruning.shared_parameters.schedule_offset_end", what)
-    path = "compression_training.head_pruning.shared_parameters"
     if heads.enabled and heads.num_heads is None:
-        yield Problem(f"{path}.num_heads", "required when enabled")
-    if heads.enabled and heads.method == "l1":
-        yield Problem(f"{path}.method", "l1 is not offered for heads", "use topk, which learns which to keep")
+        yield Problem("compression_training.head_pruning.shared_parameters.num_heads", "required when enabled")
     layers = section.layer_reduction
     if layers.enabled and layers.teacher_layer and layers.keep_number_layer not in (None, len(layers.teacher_layer)):
         what = f"{len(layers.teacher_layer)} layers are named, keep_number_layer is {show(layers.keep_number_layer)}"

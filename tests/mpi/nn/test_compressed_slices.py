@@ -62,7 +62,10 @@ CASES = {
         pruned("row", "l1", "0.mlp.0", related=(("0.mlp.2",),)),
         pruned("row", "topk", "1.mlp.0", related=(("1.mlp.2",),)),
     ],
-    "heads": [pruned("head", "topk", "wo", heads=4, related=(("wq", "wk", "wv"),))],
+    "heads": [
+        pruned("head", "topk", "0.*wo", heads=4, related=(("0.*wq", "0.*wk", "0.*wv"),)),
+        pruned("head", "l1", "1.*wo", heads=4),
+    ],
     "sequence": [inputs("blocks", is_static=True), pruned("row", "topk", "mlp.2")],
     "all": [
         weights(8, "blocks", groups=4),

@@ -55,11 +55,6 @@ CONFLICTS = {
             "enabled": True, "quantize_bits": {"target_bits": 1}, "quantize_algo": {"q_type": "asymmetric"}
         },
     },
-    "compression_training.head_pruning.shared_parameters.method": {
-        "compression_training": {
-            "head_pruning": {"shared_parameters": {"enabled": True, "num_heads": 2, "method": "l1"}}
-        }
-    },
 }  # fmt: skip
 
 

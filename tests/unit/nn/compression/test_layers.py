@@ -190,6 +190,10 @@ def test_heads_are_groups_of_columns():
     x = torch.randn(4, 6)
     columns = torch.tensor([1.0, 1, 0, 0, 1, 1])
     assert torch.equal(model(x), F.linear(x, layer.weight * columns, layer.bias))
+    fixed = masked("head_pruning", 0.5, nn.Linear(6, 2), num_heads=3, method="l1")
+    with torch.no_grad():
+        fixed[0].weight.copy_(torch.tensor([2.0, 1, -4, 4, 1, 1.5]).expand(2, 6))
+    assert torch.equal(fixed(x), F.linear(x, fixed[0].weight * torch.tensor([1.0, 1, 1, 1, 0, 0]), fixed[0].bias))
     with pytest.raises(ConfigError, match="num_heads 4 does not divide the 6 columns of 0"):
         masked("head_pruning", 0.5, nn.Linear(6, 2), num_heads=4)
 
