@@ -64,13 +64,13 @@ def make_loader(
     if sampling is not None:
         of_config = sampling.workers or of_config
         steps = plan.batch.gradient_accumulation_steps
-        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["data"].size * steps
+        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["batch"].size * steps
         order = sampling.order(dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled)
     return ShardedLoader(
         dataset,
         micro_batch=micro_batch,
-        rank=mesh.index("data"),
-        size=mesh["data"].size,
+        rank=mesh.index("batch"),
+        size=mesh["batch"].size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
         seed=config.seed if sampling is None else sampling.seed,
