@@ -4,6 +4,7 @@ The model looks at each token alone, so that no attention is needed.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -218,6 +219,17 @@ def test_lengths_that_grow_and_tokens_that_are_dropped():
               "schedule_config": {"difficulty": [4, 6], "max_step": [1]}}  # fmt: skip
     with pytest.raises(ConfigError, match="shortens whole sequences, of which 2 ranks have parts"):
         start(settings(2, 1, curriculum_learning=growth), TokenWise())
+    model, seen = TokenWise(), []
+    model.layers.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    given = settings(2, 1, curriculum_learning=growth, sequence_parallel={"ring_size": 1})
+    engine = start(given, model, training_data=token_data())
+    for x, y in itertools.islice(engine.training_dataloader, 2):
+        engine.backward(engine(x, y))
+        engine.step()
+    lengths = torch.tensor(seen)
+    engine.mpispeed.parts.mesh["sequence"].all_reduce(lengths)
+    assert lengths.tolist() == [4, 6]  # of 7
+    engine.destroy()
     ltd = {"enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
            "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": {
                "min_value": 2, "max_value": 4, "schedule_type": "fixed_linear",
