@@ -1,0 +1,7 @@
+"""One attention core: lists of pieces, each by the best kernel of its device, merged exactly by log-sum-exp."""
+
+from mpispeed.nn.attention.core import attend, run, run_backward
+from mpispeed.nn.attention.kernels import merge, partial, partial_backward
+from mpispeed.nn.attention.pieces import Piece, pieces_of
+
+__all__ = ["Piece", "attend", "merge", "partial", "partial_backward", "pieces_of", "run", "run_backward"]
