@@ -54,7 +54,7 @@ def attention_forward(
     _check(kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     running = current()
-    if running is not None and running.group.size > 1:
+    if running is not None and running.layout.size > 1:
         _check_cut(running, query, key, attention_mask, kwargs)
         known = None if attention_mask is None else of_mask(attention_mask)
         if known is not None and known.is_causal is not None:
@@ -100,7 +100,7 @@ def _check_cut(
     elif mask is not None and mask.dim() != 2:
         reason = f"a mask of shape {tuple(mask.shape)} is for whole sequences; give [B, S], cut with the batch"
     if reason:
-        msg = f"attention over {running.group.size} ranks of the sequence axis: {reason}"
+        msg = f"attention over {running.layout.size} ranks of the sequence axis: {reason}"
         raise UsageError(msg)
 
 

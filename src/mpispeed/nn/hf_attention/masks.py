@@ -32,7 +32,7 @@ def mask(
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     running = current()
-    if running is not None and running.group.size > 1:
+    if running is not None and running.layout.size > 1:
         return _of_part(running, batch_size, q_length, kv_length, q_offset, mask_function, attention_mask, others)
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
     dense = {"mask_function": mask_function, "attention_mask": attention_mask, **others}
@@ -102,7 +102,7 @@ def _of_part(
         if bool(ahead.any()) and not bool(ahead.all()):
             reason = "some tokens see the next one and others do not"
     if reason:
-        msg = f"attention over {running.group.size} ranks of the sequence axis: {reason}"
+        msg = f"attention over {running.layout.size} ranks of the sequence axis: {reason}"
         raise UsageError(msg)
     if is_causal and others.get("allow_is_causal_skip", True):
         return None
