@@ -210,6 +210,11 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.zero.tiling": {"mpispeed.zero": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {"mpispeed.zero": "ZeRORuntimeException"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "mpispeed.compat.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    },
+    "sequence.layer": {"mpispeed.compat.sequence_layer": "DistributedAttention"},
+    "sequence.cross_entropy": {"mpispeed.nn.sequence.loss": "vocab_sequence_parallel_cross_entropy"},
     "utils": {
         "mpispeed.zero": f"{_SAFE} {_LEAVES} safe_update_full_grad_vectorized",
         "mpispeed.data": "RepeatingLoader",
@@ -218,7 +223,10 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {"mpispeed.compat.groups": f"* {_GROUPS}"},
+    "utils.groups": {
+        "mpispeed.compat.groups": f"* {_GROUPS}",
+        "mpispeed.compat.sequence_groups": "_get_sequence_parallel_group",
+    },
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -242,14 +250,6 @@ LATER: dict[str, dict[str, str]] = {
         "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "
         "DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
         "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
-    },
-    "sequence parallelism": {
-        "sequence": "",
-        "sequence.layer": "DistributedAttention",
-        "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
-        "runtime.sequence_parallel": "",
-        "utils.groups": "_get_sequence_parallel_group",
-        "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
 }
