@@ -18,7 +18,7 @@ from mpispeed.compat import sequence_groups
 from mpispeed.compat.comm_groups import group_of
 from mpispeed.compat.sequence_groups import SequenceMpu
 from mpispeed.nn.hf_attention import NAME, adopt, register
-from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, tensors
+from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, shifted, tensors
 from mpispeed.nn.sequence.handed import hand
 from mpispeed.nn.sequence.running import Running
 
@@ -161,8 +161,11 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
             msg = f"UlyssesSPDataLoaderAdapter takes batches that are dicts, as models of transformers do, not {type(batch)}"
             raise DataError(msg)
         shape = Shape(self._group.ulysses.size, self._group.ring.size, self._group.rank)
-        _, part, layout = cut_inputs((), dict(batch), shape, Wants(positions=True, mask=False, shift=True))
-        part.pop("labels", None)
+        whole = dict(batch)
+        labels = whole.pop("labels", None)
+        if labels is not None and whole.get("shift_labels") is None:
+            whole["shift_labels"] = shifted(labels)
+        _, part, layout = cut_inputs((), whole, shape, Wants(positions=True, mask=False))
         moved = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in part.items()
         }
