@@ -1,4 +1,4 @@
-"""Long sequences, cut over ranks: attention over all of them, losses, and layers in pieces. See docs/guides/sequences.md."""
+"""Long sequences, cut over ranks: attention over all of them, losses, and layers in pieces."""
 
 from mpispeed.nn.sequence.attention import attention
 from mpispeed.nn.sequence.group import SequenceGroup

@@ -19,6 +19,7 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, heads * 4) for heads in (6, 2, 2))
         self.out = nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.num_key_value_heads = 6, 2  # of the whole layer, for slices
         self.is_causal = is_causal
 
     def forward(self, x, positions, mask=None):

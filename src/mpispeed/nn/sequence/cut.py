@@ -91,8 +91,12 @@ def cut_inputs(
     rows, length = lengths(args, named)
     spans = documents(rows, length, named.get("position_ids"), named.get("attention_mask"), named.get("cu_seq_lens_q"))
     layout = Layout(length, shape.ulysses, shape.ring, spans)
-    if wants.items and named.get("labels") is not None:
-        _set_labels(named, length, shape.size, shifts=wants.shift)
+    if (wants.items or wants.shift) and named.get("labels") is not None:
+        labels = _labels(named, length, shifts=wants.shift)
+        if wants.items:
+            given = named.get("num_items_in_batch")
+            count = (labels != IGNORED).sum() if given is None else given
+            named["num_items_in_batch"] = float(count) / shape.size
     if wants.positions and named.get("position_ids") is None:
         named["position_ids"] = _positions(rows, length, spans, is_packed="cu_seq_lens_q" in named)
     for name in ENDS:
@@ -195,13 +199,13 @@ def _cut_named(name: str, value: Any, layout: Layout, rank: int) -> Any:
     return cut_tensors(value, layout, rank)
 
 
-def _set_labels(named: dict[str, Any], length: int, ranks: int, *, shifts: bool) -> None:
-    """Enter labels that are shifted, and the number by which each rank divides the sum of its losses.
+def _labels(named: dict[str, Any], length: int, *, shifts: bool) -> torch.Tensor:
+    """The labels of which a model makes its loss, which are entered as `shift_labels` where it predicts tokens.
 
     Raises:
         UsageError: labels are not of tokens.
     """
-    labels, count = named["labels"], named.get("num_items_in_batch")
+    labels: torch.Tensor = named["labels"]
     if labels.dim() < 2 or labels.shape[1] != length:
         msg = (
             f"labels of shape {tuple(labels.shape)} are not of the {length} tokens of a sequence, which is cut over "
@@ -213,8 +217,7 @@ def _set_labels(named: dict[str, Any], length: int, ranks: int, *, shifts: bool)
         labels = named["shift_labels"]
     elif shifts:
         labels = named["shift_labels"] = shifted(labels)
-    whole = (labels != IGNORED).sum() if count is None else count
-    named["num_items_in_batch"] = float(whole) / ranks
+    return labels
 
 
 def _positions(rows: int, length: int, spans: Spans | None, *, is_packed: bool) -> torch.Tensor:
