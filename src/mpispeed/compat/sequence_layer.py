@@ -74,7 +74,7 @@ class DistributedAttention(nn.Module):
         comm = group_of(self.spg)
         counts = tuple(comm.gather_objects(query.shape[self.gather_idx]))
         trade = Trade(comm, counts, query.shape[2], key.shape[2])
-        mine = to_heads(*(self._inner(x) for x in (query, key, value)), trade)
+        mine = to_heads(self._inner(query), self._inner(key), self._inner(value), trade)
         if mine[0].shape[1]:
             out = self.local_attn(*(self._outer(x) for x in mine), *args, **kwargs)
         else:  # fewer heads than ranks: the others have them, and backward still has to meet

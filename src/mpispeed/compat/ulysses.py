@@ -74,9 +74,10 @@ class UlyssesSPAttentionHF:
 class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
     """Batches of a loader, cut along the sequence: each rank gets its part of every batch of its group.
 
-    The ranks that share sequences may have loaded different batches: all get their parts of the first rank's batch, then
-    of the second's, and so on. `labels` become `shift_labels`, shifted before the cut; `position_ids` are made where they
-    are missing; `attention_mask` and ends of documents (`cu_seq_lens_q`) go to the attention beside the batch.
+    The ranks that share sequences may have loaded different batches: all get their parts of the first rank's batch,
+    then of the second's, and so on. `labels` become `shift_labels`, shifted before the cut; `position_ids` are made
+    where they are missing; `attention_mask` and ends of documents (`cu_seq_lens_q`) go to the attention beside the
+    batch.
 
     It is a data set as well, of its own batches, so that a Trainer that resumes can skip some of them.
     """
@@ -84,6 +85,7 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
     batch_size = None
     drop_last = False
     num_workers = 0
+    prefetch_factor = None
     pin_memory = False
     sampler = None
 
@@ -158,7 +160,8 @@ class UlyssesSPDataLoaderAdapter(IterableDataset[dict[str, Any]]):
     def _part(self, batch: Any) -> dict[str, Any]:
         """This rank's part of a batch that all ranks of the group have."""
         if not hasattr(batch, "items"):
-            msg = f"UlyssesSPDataLoaderAdapter takes batches that are dicts, as models of transformers do, not {type(batch)}"
+            kind = type(batch).__name__
+            msg = f"UlyssesSPDataLoaderAdapter takes batches that are dicts, as transformers' models do, not a {kind}"
             raise DataError(msg)
         shape = Shape(self._group.ulysses.size, self._group.ring.size, self._group.rank)
         whole = dict(batch)

@@ -78,7 +78,7 @@ class Sequence:
         self._wants, self._name = wants_of(module), type(_named(module)).__name__
         self._is_hub = _is_hub(_named(module))
         self._shape = Shape(group.ulysses.size, group.ring.size, group.rank)
-        self._hooks = [module.register_forward_hook(lambda _module, _inputs, outputs: running.mark(outputs))]
+        self._hooks = [module.register_forward_hook(self._ended)]
 
     def batch(self, inputs: Any, is_training: bool) -> Any:
         """This rank's part of the inputs of a forward pass, which begins the pass for attention.
@@ -105,6 +105,12 @@ class Sequence:
         running.set_running(Running(self.group, layout))
         return args, kwargs
 
+    def _ended(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Mark the pass. Where a loader cuts batches, it is over: Trainers evaluate whole ones by the bare model."""
+        running.mark(outputs)
+        if self._is_handed:
+            running.set_running(None)
+
     def _take_cut(self, inputs: Iterable[torch.Tensor], is_training: bool) -> None:
         """Begin the pass of a batch that a loader has cut; without one it is what the script has said.
 
@@ -116,8 +122,8 @@ class Sequence:
         self._is_handed = found is not None
         if self._is_hub and is_training and self.group.size > 1 and running.current() is None:
             msg = (
-                f"nobody has told how the batch is cut over the {self.group.size} ranks of its sequence: take it from a "
-                "UlyssesSPDataLoaderAdapter, run forward in mpispeed.sequence.use, or leave it whole and set "
+                f"nobody has told how the batch is cut over the {self.group.size} ranks of its sequence: take it from "
+                "a UlyssesSPDataLoaderAdapter, run forward in mpispeed.sequence.use, or leave it whole and set "
                 "sequence_parallel.cuts_batches to true"
             )
             raise UsageError(msg)

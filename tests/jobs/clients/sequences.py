@@ -116,6 +116,7 @@ def tutorial():
         losses.append(loss.item())
     found = {"losses": losses, "weights": whole_sums(engine), "length": len(loader)}
     UlyssesSPAttentionHF.unregister_from_transformers("sdpa")
+    engine.destroy()
     return found
 
 
@@ -147,7 +148,9 @@ def loop():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "weights": whole_sums(made)}
+    found = {"losses": losses, "weights": whole_sums(made)}
+    made.destroy()
+    return found
 
 
 def arguments(place, folder, size, stage, **changes):

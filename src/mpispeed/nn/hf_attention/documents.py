@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,11 +79,11 @@ def of_positions(positions: torch.Tensor, batch: int) -> Documents | None:
 
 
 def of_lengths(ends: torch.Tensor, length: int) -> Documents:
-    """Documents of one row, by the ends of documents as flash attention takes them (`cu_seq_lens`: 0, end, end, ...)."""
+    """Documents of one row, by the ends of documents as flash attention takes them (`cu_seq_lens`)."""
     found = _OF_POSITIONS.get(ends)
     if found is None:
         places = ends.tolist()
-        spans = [pair for pair in zip(places, places[1:], strict=False) if pair[0] < pair[1]]
+        spans = [pair for pair in pairwise(places) if pair[0] < pair[1]]
         found = _OF_POSITIONS[ends] = (None, Documents([spans], length))
     return found[1]
 

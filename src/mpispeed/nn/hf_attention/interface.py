@@ -10,6 +10,7 @@ from torch.nn import functional
 from mpispeed.base.errors import UsageError
 from mpispeed.nn.attention.core import attend
 from mpispeed.nn.hf_attention.documents import Documents, of_lengths, of_mask, of_positions
+from mpispeed.nn.sequence.attention import attention
 from mpispeed.nn.sequence.running import Running, current
 
 
@@ -58,8 +59,6 @@ def attention_forward(
         known = None if attention_mask is None else of_mask(attention_mask)
         if known is not None and known.is_causal is not None:
             causal = known.is_causal
-        from mpispeed.nn.sequence.attention import attention
-
         out = attention(query, key, _wide(query, value), causal=causal, scale=scaling, dropout=dropout, running=running)
         return out[..., : value.shape[-1]].transpose(1, 2).contiguous(), None
     documents = _documents(query, key, attention_mask, kwargs)

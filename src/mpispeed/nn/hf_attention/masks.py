@@ -79,37 +79,35 @@ def _of_part(
     others: dict[str, Any],
 ) -> torch.Tensor | None:
     """The mask where this rank has a part of the sequence: documents are those of the pass, for all ranks."""
-    spans = running.layout.spans
-    longest = running.layout.length
-    if spans is not None:
-        longest = max((end - start for row in spans for start, end in row), default=0)
-    window = others.get("local_size")
-    reason = ""
-    if getattr(others.get("config"), "is_encoder_decoder", False):
-        reason = "models of encoder and decoder have attention between two sequences"
-    elif keys != length or _is_shifted(offset):
-        reason = f"{keys - length} keys come from a cache"
-    elif window is not None and window < longest:
-        reason = f"the layers see {window} tokens, and a document has {longest}"
-    elif others.get("use_vmap"):
-        reason = "the model has a mask of its own"
-    elif padding is not None and spans is None and not bool(padding.all()):
-        reason = "the mask has padding that the cut of the batch does not know; cut the mask with the batch"
-    is_causal = True
-    if not reason:
-        ahead = _looks_ahead(seen, batch, length, torch.device(others.get("device") or "cpu"))
-        is_causal = not bool(ahead.any()) and not _is_full(seen)
-        if bool(ahead.any()) and not bool(ahead.all()):
-            reason = "some tokens see the next one and others do not"
+    device = torch.device(others.get("device") or "cpu")
+    ahead = _looks_ahead(seen, batch, length, device)
+    reason = _uncut(running, keys - length, offset, padding, others)
+    if not reason and bool(ahead.any()) and not bool(ahead.all()):
+        reason = "some tokens see the next one and others do not"
     if reason:
         msg = f"attention over {running.layout.size} ranks of the sequence axis: {reason}"
         raise UsageError(msg)
+    is_causal = not bool(ahead.any()) and not _is_full(seen)
     if is_causal and others.get("allow_is_causal_skip", True):
         return None
-    device = others.get("device") or "cpu"
-    return remember(
-        torch.ones((batch, length), dtype=torch.int64, device=device), Documents(None, length, is_causal)
-    )
+    return remember(torch.ones((batch, length), dtype=torch.int64, device=device), Documents(None, length, is_causal))
+
+
+def _uncut(running: Running, cached: int, offset: Any, padding: torch.Tensor | None, others: dict[str, Any]) -> str:
+    """Why a mask cannot be told for a part of the sequence, or ""."""
+    spans, window = running.layout.spans, others.get("local_size")
+    longest = Documents(spans, running.layout.length).longest
+    if getattr(others.get("config"), "is_encoder_decoder", False):
+        return "models of encoder and decoder have attention between two sequences"
+    if cached or _is_shifted(offset):
+        return f"{cached} keys come from a cache"
+    if window is not None and window < longest:
+        return f"the layers see {window} tokens, and a document has {longest}"
+    if others.get("use_vmap"):
+        return "the model has a mask of its own"
+    if padding is not None and spans is None and not bool(padding.all()):
+        return "the mask has padding that the cut of the batch does not know; cut the mask with the batch"
+    return ""
 
 
 def _is_full(seen: Any) -> bool:

@@ -149,7 +149,7 @@ def test_dropout_of_padded_rows():
 
 def test_soft_caps_are_refused():
     _, ours = pair(Gemma2ForCausalLM, Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8))
-    with pytest.raises(UsageError, match='has no softcap.*attn_implementation="eager"'):
+    with pytest.raises(UsageError, match=r'has no softcap.*attn_implementation="eager"'):
         ours(input_ids=words())
 
 
@@ -166,5 +166,5 @@ def test_adopting_a_model():
     assert model.config._attn_implementation == NAME
     assert adopt(model) == 1
     model.config.layer_types = ["linear_attention"]
-    with pytest.raises(ConfigError, match="linear_attention.*state along the sequence"):
+    with pytest.raises(ConfigError, match=r"linear_attention.*state along the sequence"):
         adopt(model)
