@@ -1,10 +1,10 @@
-"""The example of long sequences: the same losses on any numbers of ranks of a sequence, and a run goes on with others."""
+"""The example of long sequences: numbers of ranks of a sequence change no loss, and a run goes on with others."""
 
 import re
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "train_long.py"
-LINES = 75
+LINES = 60
 SAMPLE = re.compile(r"step (\d+) loss ([\d.]+)")
 
 
@@ -20,7 +20,7 @@ def test_the_numbers_of_ranks_change_no_loss(job, tmp_path):
     whole = told(job(1, EXAMPLE, *small, "--steps", 20, "--out", tmp_path / "whole"))
     assert [step for step, _ in whole] == [10, 20]
     for (step, loss), (same, expected) in zip(first + second, whole, strict=True):
-        assert (step, abs(loss - expected) < 3e-3) == (same, True), (loss, expected)
+        assert (step, abs(loss - expected) <= 2e-3) == (same, True), (loss, expected)  # printed to 3 digits
     assert whole[1][1] < whole[0][1] < 5.6  # that of a byte at random: ln 256
 
 
