@@ -26,6 +26,7 @@ from mpispeed.engine import (
     random_ltd,
     run_record,
     sampling,
+    sparse_attention,
     tracing,
 )
 from mpispeed.engine.attached import Feature
@@ -53,6 +54,7 @@ def attach_slicing(context: Context) -> None:
 
 BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
+    Feature("sparse_attention", sparse_attention.attach, transform=sparse_attention.transform),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),
     Feature("eigenvalue", eigenvalue.attach),

@@ -5,15 +5,16 @@ is causal inside the blocks on it is up to the attention (`is_causal`, or a mask
 
 Random blocks come from `seed`, the head and the row, so that all ranks have the same ones without asking each other.
 
-Sources: https://www.deepspeed.ai/tutorials/sparse-attention (the classes and their arguments); Child et al., "Generating
-Long Sequences with Sparse Transformers", 2019 (fixed); Zaheer et al., "Big Bird", 2020; Beltagy et al., "Longformer",
-2020.
+Sources: https://www.deepspeed.ai/tutorials/sparse-attention (the classes and their arguments); Child et al.,
+"Generating Long Sequences with Sparse Transformers", 2019 (fixed); Zaheer et al., "Big Bird", 2020; Beltagy et al.,
+"Longformer", 2020.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,10 +109,11 @@ class SparsityConfig:
             ConfigError: the length is no multiple of the block, or the pattern needs more blocks.
         """
         layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self._fill(layout[head], head)
-            if self.attention == "unidirectional":
-                layout[head].tril_()
+        with torch.device("cpu"):  # a model may be made on another device, or on none
+            for head in range(self.num_layout_heads):
+                self._fill(layout[head], head)
+                if self.attention == "unidirectional":
+                    layout[head].tril_()
         return self.check_and_propagate_first_head_layout(layout)
 
     def _fill(self, layout: Tensor, head: int) -> None:
@@ -389,3 +391,52 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     def _fill(self, layout: Tensor, head: int) -> None:
         self._slide(layout, self.num_sliding_window_blocks)
+
+
+_OF_RANGES = ("global_block_indices", "global_block_end_indices", "attention")
+PATTERNS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "dense": (DenseSparsityConfig, ()),
+    "fixed": (
+        FixedSparsityConfig,
+        (
+            "num_local_blocks",
+            "num_global_blocks",
+            "attention",
+            "horizontal_global_attention",
+            "num_different_global_patterns",
+        ),
+    ),
+    "variable": (
+        VariableSparsityConfig,
+        ("num_random_blocks", "local_window_blocks", "horizontal_global_attention", *_OF_RANGES),
+    ),
+    "bigbird": (
+        BigBirdSparsityConfig,
+        ("num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
+    ),
+    "bslongformer": (BSLongformerSparsityConfig, ("num_sliding_window_blocks", *_OF_RANGES)),
+}
+"""Mode of a config -> its pattern and the keys that it reads, beside `block` and `different_layout_per_head`."""
+
+
+def sparsity_of(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
+    """The pattern that the keys of a `sparse_attention` section mean.
+
+    Args:
+        section: plain values; keys of other modes, and those left out, do not matter.
+        num_heads: heads of the attention.
+
+    Raises:
+        ConfigError: values that the pattern cannot have.
+        UnimplementedOption: an unknown mode or direction.
+    """
+    mode = section.get("mode", "fixed")
+    if mode not in PATTERNS:
+        msg = f"sparse_attention.mode is {mode!r}; the modes are {', '.join(PATTERNS)}"
+        raise UnimplementedOption(msg)
+    make, keys = PATTERNS[mode]
+    chosen = {key: section[key] for key in ("block", "different_layout_per_head", *keys) if key in section}
+    if "num_random_blocks" in keys:
+        chosen.setdefault("num_random_blocks", 0)
+    made: SparsityConfig = make(num_heads=num_heads, **chosen)
+    return made
