@@ -43,7 +43,9 @@ class Config(Section):
     communication_data_type: Dtype | None = Field(
         None, description="Format in which gradients travel; null is the model's."
     )
-    seq_parallel_comm_data_type: Dtype = Field("fp32", description="The same under sequence parallelism.")
+    seq_parallel_comm_data_type: Dtype = Field(
+        "fp32", description="The same where sequences are cut over ranks; a set communication_data_type comes first."
+    )
     reduction: Literal["mpi", "ordered"] = Field(
         "mpi",
         description="mpi: the MPI library's sums for fp32; ordered: sums in rank order, reproducible to the bit "

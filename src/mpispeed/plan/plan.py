@@ -141,12 +141,17 @@ class Plan:
     @property
     def is_wire_set(self) -> bool:
         """True if messages of gradients have the dtype of the policy; else that of the parameters."""
-        return bool(self.cast_by) or self.config.communication_data_type is not None
+        return bool(self.cast_by) or _wire(self.config, self.sequence) is not None
 
     @property
     def outlasts_overflows(self) -> bool:
         """True if a run goes on when gradients overflow at the minimum loss scale."""
         return self.stage == 0
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """`axes`, and "sequence" if it is cut: the inner part of "data"."""
+        return {**self.axes, **({"sequence": self.sequence.size} if self.sequence.size > 1 else {})}
 
     def topology(self) -> Topology:
         """`axes`, divided as the placements need."""
@@ -213,27 +218,27 @@ def make_plan(
     axes: Mapping[str, int] | None = None,
     device: torch.device = HOST,
     optimizer_kind: str | None = None,
-    sequence_size: int | None = None,
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
-    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
-    is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
-    `sequence_size`: ranks that share each sequence, part of `axes["data"]`; None: the config's.
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. It may
+    have "sequence", the size of the inner part of data; else that is the config's. `device` is that of this rank.
+    `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
         TopologyError: axis sizes do not multiply to the number of ranks.
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
-    sequence = SequenceAxis(sequence_size or config.sequence_parallel_size or 1, config.sequence_parallel.ring_size)
+    size = axes.pop("sequence", config.sequence_parallel_size or 1)
+    sequence = SequenceAxis(size, config.sequence_parallel.ring_size)
     data, ranks = axes["data"], _batch_ranks(config, axes, sequence)
     zero = config.zero_optimization
     policy = resolve(
         fp16_enabled=config.fp16.enabled,
         bf16_enabled=config.bf16.enabled,
         grad_accum_dtype=config.data_types.grad_accum_dtype,
-        communication_data_type=config.communication_data_type,
+        communication_data_type=_wire(config, sequence),
         model_dtype=model_dtype,
     )
     optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
@@ -268,6 +273,14 @@ def make_plan(
         optimizer_params=dict(optimizer.params) if optimizer else {},
         device=device,
     )
+
+
+def _wire(config: Config, sequence: SequenceAxis) -> str | None:
+    """The dtype in which gradients travel by the config; None: that of the model."""
+    if config.communication_data_type is not None or sequence.size == 1:
+        return config.communication_data_type
+    is_asked = "seq_parallel_comm_data_type" in config.model_fields_set
+    return config.seq_parallel_comm_data_type if is_asked or config.fp16.enabled or config.bf16.enabled else None
 
 
 def _check_device(config: Config, device: torch.device) -> None:

@@ -40,11 +40,11 @@ def make_loader(
     pin_memory: bool = True,
     waits: Waits | None = None,
 ) -> ShardedLoader:
-    """This data rank's loader over `dataset`, read as the section `data_loader` says.
+    """This batch rank's loader over `dataset`, read as the section `data_loader` says.
 
     Args:
         plan: the plan of the run.
-        mesh: the ranks; each data rank gets its own samples.
+        mesh: the ranks; each batch rank gets its own samples, those of a sequence get the same.
         dataset: map style or iterable.
         collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.

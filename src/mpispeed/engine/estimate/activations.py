@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpispeed.exchange.cost import Sent
-from mpispeed.nn.sequence import Layout, Running, SequenceGroup, use
+from mpispeed.nn.sequence import Layout, Running, SequenceGroup, current, use
+from mpispeed.nn.sequence.attention import attention
 from mpispeed.store.dry import META
 
 if TYPE_CHECKING:
@@ -254,6 +255,8 @@ def _attention(
     is_causal: bool = False,
     **more: Any,
 ) -> Tensor:
+    if current() is not None:  # a run has our attention instead
+        return attention(query, key, value, causal=is_causal, dropout=dropout_p)
     if dropout_p:
         return func(query, key, value, attn_mask, dropout_p, is_causal, **more)
     if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -123,7 +123,7 @@ def examine_rank(
         ConfigError: as `examine_stages`.
     """
     with _dry_rank(config, ranks, ranks_per_node, rank, source, dtype) as (plan, model, mesh, built):
-        count = plan.batch.micro_batch_size * -(-sequence_length // mesh["sequence"].size)  # tokens of this rank
+        count = plan.batch.micro_batch_size * -(-sequence_length // plan.sequence.size)  # tokens of this rank
         micro_steps = plan.batch.gradient_accumulation_steps
         rows = expert_rows(model, mesh, count, plan.policy.compute, micro_steps) if count else []
         activations = measure(model, plan, mesh, sequence_length) if count else None

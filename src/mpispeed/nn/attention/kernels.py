@@ -43,8 +43,10 @@ def partial(
     kernel = _KERNELS[_name(q, mask)][0]
     out, lse = kernel(_dense(q), _dense(k), _dense(v), is_causal, scale, mask)
     if mask is not None:
-        # the kernels of torch call the log-sum-exp of a row without a key 0
-        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        # the kernels of torch call the log-sum-exp of a row without a key 0; on CPU its output is 0 already
+        is_empty = (mask == -torch.inf).all(-1)
+        lse = lse.masked_fill(is_empty, -torch.inf)
+        out = out if q.device.type == "cpu" else out.masked_fill(is_empty.unsqueeze(-1), 0.0)
     return out, lse
 
 
@@ -105,14 +107,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The kernels read rows of d neighbours; other strides may be anything."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The kernels read rows of d neighbours that do not overlap (an expanded gradient's do), whatever else."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
 def _name(q: Tensor, mask: Tensor | None) -> str:
     """The kernel for these tensors."""
     if q.device.type == "cpu":
         return "cpu"
+    if q.is_meta:
+        return "shapes"
     if q.device.type == "cuda" and q.dtype != torch.float64 and torch.version.cuda:
         is_flash = mask is None and q.dtype != torch.float32 and q.shape[-1] <= 256
         if is_flash and torch.cuda.get_device_capability(q.device)[0] >= 8:
@@ -150,10 +154,10 @@ def _is_grouped_on_cpu() -> bool:
 
 
 def _cpu_mask(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The kernel wants two or four dims, and q's dtype."""
+    """The kernel wants two or four dims, and fp32 or q's dtype."""
     if mask is None:
         return None
-    mask = mask.to(q.dtype)
+    mask = mask if mask.dtype == torch.float32 and q.dtype != torch.float64 else mask.to(q.dtype)
     return mask if mask.dim() in (2, 4) else mask.expand(*(1,) * (4 - mask.dim()), *mask.shape)
 
 
@@ -317,9 +321,33 @@ def _math_backward(
     return (of_scores @ k).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+# --- meta: no values, and as much memory as the fused kernels keep --------------------------------------------------
+
+
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _shapes_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 _KERNELS = {
     "cpu": (_cpu, _cpu_backward),
     "flash": (_flash, _flash_backward),
     "efficient": (_efficient, _efficient_backward),
     "math": (_math, _math_backward),
+    "shapes": (_shapes, _shapes_backward),
 }

@@ -145,7 +145,7 @@ def mark(outputs: Any) -> None:
         return
     for tensor in _tensors(outputs):
         if tensor.grad_fn is not None:
-            tensor.register_hook(lambda _: tell(running))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: tell(running))
 
 
 def tell(running: Running) -> None:
