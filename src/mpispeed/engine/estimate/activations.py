@@ -268,7 +268,7 @@ def _attention(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        out = _by_tokens(query, value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse, mask)
         return out
@@ -276,4 +276,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        return *(_by_tokens(one, one.shape[-1]) for one in (query, key, value)), None
+
+
+def _by_tokens(x: Tensor, width: int) -> Tensor:
+    """[..., heads, S, width], the heads of a token as neighbours: so projections need no copy of what kernels give."""
+    return x.new_empty((*x.transpose(-3, -2).shape[:-1], width)).transpose(-3, -2)

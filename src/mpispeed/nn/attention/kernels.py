@@ -327,7 +327,7 @@ def _math_backward(
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return _by_tokens(q), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 def _shapes_backward(
@@ -341,7 +341,12 @@ def _shapes_backward(
     scale: float,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _by_tokens(q), _by_tokens(k), _by_tokens(v)
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """As `x`, but the heads of a token are neighbours, as in what the fused kernels give."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 _KERNELS = {
