@@ -68,6 +68,7 @@ class Attached:
     Attributes:
         published: the objects that they offer, by name.
         batches: functions that change inputs of the model.
+        chunks: functions of the inputs of a chunk of a pipeline.
         before_backwards: functions of a loss before its backward pass.
         global_batches: functions before a global batch of a pipeline.
         after_steps: functions at the end of a step, in their order.
@@ -78,6 +79,7 @@ class Attached:
         self._rows: dict[str, tuple[Feature, Hooks]] = {}
         self.published: dict[str, Any] = {}
         self.batches: list[Callable[[Any, bool], Any]] = []
+        self.chunks: list[Callable[[Any], None]] = []
         self.before_backwards: list[Callable[[torch.Tensor], None]] = []
         self.global_batches: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
@@ -99,6 +101,7 @@ class Attached:
                     self._add(feature, hooks)
         found = [hooks for _, hooks in self._rows.values()]
         self.batches = [hooks.batch for hooks in found if hooks.batch is not None]
+        self.chunks = [hooks.chunk for hooks in found if hooks.chunk is not None]
         self.before_backwards = [hooks.before_backward for hooks in found if hooks.before_backward is not None]
         self.global_batches = [hooks.global_batch for hooks in found if hooks.global_batch is not None]
         self.after_steps = [hooks.after_step for hooks in reversed(found) if hooks.after_step is not None]

@@ -26,6 +26,7 @@ from mpispeed.engine import (
     random_ltd,
     run_record,
     sampling,
+    sequence,
     tracing,
 )
 from mpispeed.engine.attached import Feature
@@ -64,6 +65,7 @@ BUILT_IN = (
     Feature("curriculum_learning", curriculum.attach),
     Feature("data_sampling", sampling.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
+    Feature("sequence", sequence.attach),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),
@@ -72,7 +74,8 @@ BUILT_IN = (
 """Features that are always in the table, before those of scripts.
 
 Order has a meaning: a row sees the model as the rows before it have left it, and what they have published. Slices come
-first, so that others add whole layers to a model that is sliced; monitors come before what may write to them. What ends
+first, so that others add whole layers to a model that is sliced; monitors come before what may write to them; sequences
+are cut when nobody else changes a batch any more. What ends
 something runs in reverse: `walltime` may end the program after a step when the features of scripts are done with it,
 and `flops_profiler` has reported.
 """

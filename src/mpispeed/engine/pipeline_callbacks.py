@@ -161,6 +161,8 @@ class StageDuties:
         parts.begin_forward(self._passes[chunk], is_training=self._is_training)
         self._passes[chunk] += 1
         start = parts.clock.now()
+        for begin in parts.features.chunks:
+            begin(inputs)
         with parts.sharding.running(self._model), parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
         parts.passes.end(outputs)
@@ -352,7 +354,7 @@ def _met(parts: Parts, model: PipelineModule) -> list[Comm]:
     is_joined = plan.config.zero_optimization.divergent_modules == "union"  # passes of ranks may differ then
     is_gathering = parts.params.rests_cut and not plan.gathers_once and not is_joined
     is_synced = any(isinstance(module, SyncedNorm) for module in model.modules())
-    axes = ["model"] + ["data"] * (is_gathering or any(mesh["pipe"].gather_objects(is_synced)))
+    axes = ["model", "sequence"] + ["data"] * (is_gathering or any(mesh["pipe"].gather_objects(is_synced)))
     return [mesh[axis] for axis in axes if mesh[axis].size > 1]
 
 

@@ -1,0 +1,227 @@
+"""The sequence axis of a run: batches are cut before the model sees them, and attention is told how."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.events import Event
+from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.nn.sequence import running
+from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
+from mpispeed.nn.sequence.group import SequenceGroup
+from mpispeed.nn.sequence.layout import Layout
+from mpispeed.nn.sequence.running import Running
+from mpispeed.pipe.module import PipelineModule
+
+if TYPE_CHECKING:
+    from mpispeed.mesh.mesh import Mesh
+
+
+def attach(context: Context) -> Hooks | None:
+    """Cut batches where sequences are cut over ranks, or the section `sequence_parallel` is there; else None.
+
+    Collective over: the sequence axis.
+
+    Raises:
+        ConfigError: the model cannot be trained with cut sequences.
+    """
+    config = context.plan.config
+    if context.mesh["sequence"].size == 1 and "sequence_parallel" not in config.model_fields_set:
+        return None
+    group = group_of(context.mesh)
+    if isinstance(context.module, PipelineModule):
+        stage = PipelineSequence(group, cuts=config.sequence_parallel.cuts_batches)
+        context.bus.subscribe(Event.CLOSE, lambda _: running.set_running(None))
+        return Hooks(batch=stage.batch, chunk=stage.begin, published={"sequence": stage})
+    sequence = Sequence(group, context.module, cuts=config.sequence_parallel.cuts_batches)
+    context.bus.subscribe(Event.CLOSE, lambda _: sequence.end())
+    return Hooks(batch=sequence.batch, published={"sequence": sequence})
+
+
+def group_of(mesh: Mesh) -> SequenceGroup:
+    """The ranks of this rank's sequence."""
+    return SequenceGroup(mesh["sequence"], mesh["sequence.ulysses"], mesh["sequence.ring"])
+
+
+class Sequence:
+    """The sequences of one engine; `engine.sequence`.
+
+    Attributes:
+        group: the ranks of this rank's sequence.
+        cuts_batches: batches are whole and are cut; False: each rank gets its own part, and whoever made it tells
+            attention how (`mpispeed.sequence.use`).
+    """
+
+    def __init__(self, group: SequenceGroup, module: nn.Module, *, cuts: bool) -> None:
+        """Watch the model's passes."""
+        self.group, self.cuts_batches = group, cuts
+        self._wants, self._name = wants_of(module), type(_named(module)).__name__
+        self._is_hub = _is_hub(_named(module))
+        self._shape = Shape(group.ulysses.size, group.ring.size, group.rank)
+        self._hooks = [module.register_forward_hook(lambda _module, _inputs, outputs: running.mark(outputs))]
+
+    def batch(self, inputs: Any, is_training: bool) -> Any:
+        """This rank's part of the inputs of a forward pass, which begins the pass for attention.
+
+        Collective over: the sequence axis.
+
+        Raises:
+            UsageError: on all ranks of the sequence, if one cannot cut its batch, or has another one.
+        """
+        if not self.cuts_batches:
+            return inputs
+        args, kwargs = inputs
+        problem, found = "", None
+        try:
+            self._check(kwargs)
+            found = cut_inputs(args, kwargs, self._shape, self._wants)
+        except UsageError as error:
+            problem = str(error)
+        agree_on_batch(self.group, digest(args, kwargs), problem)
+        if found is None:
+            raise UsageError(problem)  # said above already, on all ranks
+        args, kwargs, layout = found
+        running.set_running(Running(self.group, layout))
+        return args, kwargs
+
+    def end(self) -> None:
+        """Leave the model; it may go on without the engine."""
+        for hook in self._hooks:
+            hook.remove()
+        running.set_running(None)
+
+    def _check(self, kwargs: Mapping[str, Any]) -> None:
+        if self._is_hub and kwargs.get("labels") is not None and not self._wants.items and self.group.size > 1:
+            msg = (
+                f"{self._name} computes its loss from labels itself, and its mean over one rank's tokens is not that "
+                "of the sequence; leave labels out, and give its logits to mpispeed.sequence.cross_entropy"
+            )
+            raise UsageError(msg)
+        if kwargs.get("past_key_values") is not None and self.group.size > 1:
+            msg = "past_key_values are of whole sequences: a model whose sequences are cut over ranks takes no cache"
+            raise UsageError(msg)
+
+
+class PipelineSequence:
+    """The sequences of a pipeline: first and last stages cut what they load, and each chunk tells its attention.
+
+    Stages in the middle load nothing: chunks learn the length of a sequence from its ranks. Documents are not known
+    there, so they are refused.
+    """
+
+    def __init__(self, group: SequenceGroup, *, cuts: bool) -> None:
+        self.group, self.cuts_batches = group, cuts
+
+    def batch(self, inputs: Any, is_training: bool) -> Any:
+        """This rank's part of a pair (inputs, labels). Collective over: the sequence axis.
+
+        Raises:
+            UsageError: on all ranks of the sequence, if one cannot cut its batch, or has another one.
+        """
+        if not self.cuts_batches:
+            return inputs
+        problem, found = "", inputs
+        try:
+            _, length = lengths((inputs,), {})
+            layout = Layout(length, self.group.ulysses.size, self.group.ring.size)
+            found = cut_tensors(inputs, layout, self.group.rank)
+        except UsageError as error:
+            problem = str(error)
+        agree_on_batch(self.group, digest((inputs,), {}), problem)
+        return found
+
+    def begin(self, inputs: Any) -> None:
+        """Tell attention of a chunk, before it runs, how long the sequence is. Collective over: the sequence axis.
+
+        Raises:
+            UsageError: on the rank whose layers have moved tokens.
+        """
+        own = next((tensor.shape[1] for tensor in tensors(inputs) if tensor.dim() > 1), 0)
+        total = torch.tensor([own])
+        self.group.comm.all_reduce(total)
+        layout = Layout(int(total), self.group.ulysses.size, self.group.ring.size)
+        if layout.count(self.group.rank) != own:
+            msg = (
+                f"a chunk of the pipeline got {own} tokens of a sequence of {layout.length}, and the part of rank "
+                f"{self.group.rank} of its {self.group.size} ranks has {layout.count(self.group.rank)}; layers of a "
+                "pipeline must keep tokens where they are: dim 1 of their first tensor"
+            )
+            raise UsageError(msg)
+        running.set_running(Running(self.group, layout))
+
+
+def agree_on_batch(group: SequenceGroup, number: int, problem: str) -> None:
+    """Refuse a batch that one rank of a sequence cannot cut, or that differs between them.
+
+    Collective over: the sequence axis.
+
+    Raises:
+        UsageError: on all of its ranks.
+    """
+    reports = group.comm.gather_objects((number, problem))
+    for rank, (_, found) in enumerate(reports):
+        if found:
+            raise UsageError(found if group.size == 1 else f"rank {rank} of the {group.size} of a sequence: {found}")
+    other = next((rank for rank, (found, _) in enumerate(reports) if found != reports[0][0]), None)
+    if other is not None:
+        msg = (
+            f"ranks 0 and {other} of the {group.size} that share a sequence have different batches: give all of them "
+            "the same, by a sampler over the batch axis (engine.training_dataloader, engine.deepspeed_io, or "
+            "mpispeed.utils.groups), or cut them yourself and set sequence_parallel.cuts_batches to false"
+        )
+        raise UsageError(msg)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def wants_of(module: nn.Module) -> Wants:
+    """What a model has to be given beside its tokens, by its forward, and by its loss if it is of transformers.
+
+    Raises:
+        ConfigError: it reads two sequences.
+    """
+    model = _named(module)
+    try:
+        params = dict(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        params = {}
+    takes_positions = "position_ids" in params
+    if not _is_hub(model):
+        return Wants(positions=takes_positions)
+    if getattr(model.config, "is_encoder_decoder", False):
+        msg = (
+            f"{type(model).__name__} reads two sequences, an encoder's and a decoder's; sequence_parallel_size above 1 "
+            "is for models of one"
+        )
+        raise ConfigError(msg)
+    forward = inspect.unwrap(type(model).forward)
+    uses = "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    passes = any(each.kind is each.VAR_KEYWORD for each in params.values())
+    loss = getattr(model.loss_function, "__name__", "") if uses else ""
+    return Wants(
+        positions=takes_positions,
+        mask=False,
+        shift=loss == "ForCausalLMLoss",
+        items=passes
+        and re.fullmatch("For(CausalLM|MaskedLM|TokenClassification)Loss|.*ForTokenClassification", loss) is not None,
+    )
+
+
+def _named(module: nn.Module) -> nn.Module:
+    """The model itself, inside of an adapter's wrapper."""
+    inner = getattr(module, "get_base_model", None)
+    found = inner() if callable(inner) else module
+    return found if isinstance(found, nn.Module) else module
+
+
+def _is_hub(model: nn.Module) -> bool:
+    """True for a model of transformers, of which nothing is imported here."""
+    return any(each.__name__ == "PreTrainedModel" for each in type(model).__mro__)
