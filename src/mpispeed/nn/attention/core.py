@@ -49,17 +49,19 @@ def run(
     if into is None and len(pieces) == 1 and _is_whole(pieces[0], q, k):
         return partial(q, k, v, is_causal=pieces[0].is_causal, scale=scale)
     out, lse = begin(q) if into is None else into
-    seen = [] if into is None else [Piece((0, q.shape[2]), (0, 0))]
-    for piece in pieces:
+    # pieces in order: a query was seen before if it lies before the end of what came so far
+    ends: dict[int | None, int] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.queries):
         rows, queries, keys = _where(piece)
         part, part_lse = partial(
             q[rows, :, queries], k[rows, :, keys], v[rows, :, keys], is_causal=piece.is_causal, scale=scale
         )
-        if any(_overlap(piece, other) for other in seen):
+        end = max(ends.values(), default=0) if piece.row is None else max(ends.get(piece.row, 0), ends.get(None, 0))
+        if into is not None or piece.queries[0] < end:
             merge(out[rows, :, queries], lse[rows, :, queries], part, part_lse)
         else:
             out[rows, :, queries], lse[rows, :, queries] = part, part_lse
-        seen.append(piece)
+        ends[piece.row] = max(ends.get(piece.row, 0), piece.queries[1])
     return (out.to(q.dtype) if into is None else out), lse
 
 
@@ -184,9 +186,3 @@ def _is_whole(piece: Piece, q: Tensor, k: Tensor) -> bool:
 def _where(piece: Piece) -> tuple[slice, slice, slice]:
     rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
     return rows, slice(*piece.queries), slice(*piece.keys)
-
-
-def _overlap(one: Piece, other: Piece) -> bool:
-    """Whether two pieces have queries in common."""
-    is_one_row = one.row is None or other.row is None or one.row == other.row
-    return is_one_row and one.queries[0] < other.queries[1] and other.queries[0] < one.queries[1]

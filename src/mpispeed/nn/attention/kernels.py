@@ -43,8 +43,10 @@ def partial(
     kernel = _KERNELS[_name(q, mask)][0]
     out, lse = kernel(_dense(q), _dense(k), _dense(v), is_causal, scale, mask)
     if mask is not None:
-        # the kernels of torch call the log-sum-exp of a row without a key 0
-        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        # the kernels of torch call the log-sum-exp of a row without a key 0; on CPU its output is 0 already
+        is_empty = (mask == -torch.inf).all(-1)
+        lse = lse.masked_fill(is_empty, -torch.inf)
+        out = out if q.device.type == "cpu" else out.masked_fill(is_empty.unsqueeze(-1), 0.0)
     return out, lse
 
 
@@ -150,10 +152,10 @@ def _is_grouped_on_cpu() -> bool:
 
 
 def _cpu_mask(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The kernel wants two or four dims, and q's dtype."""
+    """The kernel wants two or four dims, and fp32 or q's dtype."""
     if mask is None:
         return None
-    mask = mask.to(q.dtype)
+    mask = mask if mask.dtype == torch.float32 and q.dtype != torch.float64 else mask.to(q.dtype)
     return mask if mask.dim() in (2, 4) else mask.expand(*(1,) * (4 - mask.dim()), *mask.shape)
 
 
