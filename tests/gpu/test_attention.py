@@ -5,7 +5,17 @@ import itertools
 import pytest
 import torch
 
-from mpispeed.nn.attention import attend, kernels, merge, partial, pieces_of, run, run_backward
+from mpispeed.nn.attention import (
+    BlockList,
+    attend,
+    attend_blocks,
+    kernels,
+    merge,
+    partial,
+    pieces_of,
+    run,
+    run_backward,
+)
 from mpispeed.nn.attention.core import begin
 from mpispeed.nn.attention.kernels import partial_backward
 
@@ -144,6 +154,50 @@ def test_steps_of_a_ring(device, dtype, causal):
         for total, part in zip(found, (out.float(), lse, dq), strict=False):
             total.index_add_(2, where, part)
     check(found, expected, dtype)
+
+
+def layout_of(heads, blocks, kind):
+    """Some blocks of each row, other ones in each head; a row without any; or neighbours and first blocks."""
+    source = torch.Generator().manual_seed(2)
+    if kind == "window":
+        near = torch.ones(blocks, blocks).tril(1).triu(-1)
+        near[:, 0] = 1
+        return near.unsqueeze(0)
+    layout = (torch.rand(1 if kind == "random" else heads, blocks, blocks, generator=source) < 0.4).int()
+    layout[0, 2] = 0
+    return layout
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("kind", ["random", "of heads", "window"])
+def test_blocks_are_masked_attention(device, dtype, causal, block, kind):
+    heads, blocks, length = 4, 9, 9 * block
+    layout = layout_of(heads, blocks, kind)
+    q, k, v, grad = drawn(device, dtype, 2, heads, 2, length, length)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend_blocks(*leaves, BlockList.of(layout, block), is_causal=causal)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    allowed = layout.bool().to(device).repeat_interleave(block, 1).repeat_interleave(block, 2)
+    expected = plain(q, k, v, grad, allowed.tril() if causal else allowed)
+    check(found, [expected[0], *expected[2:]], dtype, ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (2, 4, 128, 128)], ids=str)
+def test_blocks_take_masks_of_keys_and_of_pairs(device, dtype, shape):
+    q, k, v, grad = drawn(device, dtype, 2, 4, 4, 128, 128)
+    source = torch.Generator(device).manual_seed(3)
+    mask, of_keys = (torch.randn(size, device=device, generator=source).to(dtype) for size in (shape, (2, 128)))
+    of_keys[1, 100:] = -torch.inf
+    mask[..., 7, :] = -torch.inf
+    leaves, layout = [x.requires_grad_() for x in (q, k, v)], layout_of(4, 8, "random")
+    out = attend_blocks(*leaves, BlockList.of(layout, 16), mask=mask, key_mask=of_keys)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    allowed = layout.bool().to(device).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    expected = plain(q, k, v, grad, allowed, mask.double() + of_keys.double()[:, None, None])
+    check(found, [expected[0], *expected[2:]], dtype, ("out", "dq", "dk", "dv"))
 
 
 def test_merges_of_what_has_no_key(device):
