@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpispeed.base.errors import UsageError
 from mpispeed.nn.attention.block_list import BlockList, Tiles
-from mpispeed.nn.attention.core import check
+from mpispeed.nn.attention.core import as_autocast, check
 from mpispeed.nn.attention.kernels import partial, partial_backward, wide
 
 GATHERED_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
@@ -53,6 +53,7 @@ def attend_blocks(
     Raises:
         UsageError: shapes or dtypes do not fit each other or the layout.
     """
+    q, k, v = as_autocast(q, k, v)
     check(q, k, v)
     _check_layout(q, k, blocks, mask, key_mask, is_causal)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -134,9 +134,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece], *, scale: f
     Raises:
         UsageError: shapes or dtypes do not fit, or a piece names tokens that are not there.
     """
+    q, k, v = as_autocast(q, k, v)
     check(q, k, v, pieces)
     out: Tensor = _Attend.apply(q, k, v, tuple(pieces), scale)
     return out
+
+
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the dtype that torch.autocast gives to attention where it is on, as torch's own attention does.
+
+    Args:
+        q: any shape; fp64 stays as it is.
+        k: likewise.
+        v: likewise.
+    """
+    kind = q.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[Piece] = ()) -> None:

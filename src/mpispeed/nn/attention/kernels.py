@@ -107,8 +107,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The kernels read rows of d neighbours; other strides may be anything."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The kernels read rows of d neighbours that do not overlap (an expanded gradient's do), whatever else."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
 def _name(q: Tensor, mask: Tensor | None) -> str:
