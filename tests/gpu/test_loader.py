@@ -43,6 +43,7 @@ def test_batches_arrive_whole_though_their_memory_is_used_again(device, way):
     assert [float(one) for one in sums] == expected
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # said once in a process
 @pytest.mark.parametrize("way", [{"prefetch": 3}, {"workers": 2}], ids=str)
 def test_the_host_does_not_wait_for_the_device(device, way):
     batches = iter(loader_of(device, way))

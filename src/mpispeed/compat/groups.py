@@ -1,10 +1,12 @@
 """`deepspeed.utils.groups`: sizes, ranks and groups of the axes of the newest engine.
 
-Without an engine every axis but data has one rank, and data has all.
+Without an engine every axis but data has one rank, and data has all. Data ranks have samples of their own; ranks that
+share sequences are further ones.
 """
 
 from __future__ import annotations
 
+from mpispeed.base.errors import UsageError
 from mpispeed.compat.comm_groups import current_world
 from mpispeed.engine.ownership import newest_mesh
 from mpispeed.mesh.comm import Comm
@@ -22,18 +24,18 @@ __all__ = [
 
 
 def get_data_parallel_group() -> Comm:
-    """Ranks that have the same part of the model, as `mpispeed.comm` takes groups."""
+    """Ranks that have the same parts of the model and of sequences, as `mpispeed.comm` takes groups."""
     mesh = newest_mesh()
-    return current_world().comm if mesh is None else mesh["data"]
+    return current_world().comm if mesh is None else mesh["batch"]
 
 
 def get_data_parallel_world_size() -> int:
-    """How many ranks have the same part of the model."""
+    """How many ranks have the same parts of the model and of sequences."""
     return get_data_parallel_group().size
 
 
 def get_data_parallel_rank() -> int:
-    """Place of this rank among those with the same part of the model."""
+    """Place of this rank among those with the same parts of the model and of sequences."""
     return get_data_parallel_group().rank
 
 
@@ -67,14 +69,48 @@ def get_pipe_parallel_rank() -> int:
     return 0 if mesh is None else mesh["pipe"].rank
 
 
+def _get_sequence_parallel_group() -> Comm:
+    """Ranks that share each sequence.
+
+    Raises:
+        UsageError: there is no engine yet.
+    """
+    mesh = newest_mesh()
+    if mesh is None:
+        msg = (
+            "there are no groups of ranks that share sequences before mpispeed.initialize() has made an engine; set "
+            "sequence_parallel_size in its config, and ask afterwards"
+        )
+        raise UsageError(msg)
+    return mesh["sequence"]
+
+
 def _get_sequence_parallel_world_size() -> int:
-    """1: sequences are not divided."""
-    return 1
+    """How many ranks share each sequence."""
+    mesh = newest_mesh()
+    return 1 if mesh is None else mesh["sequence"].size
 
 
 def _get_sequence_parallel_rank() -> int:
-    """0: sequences are not divided."""
-    return 0
+    """Place of this rank among those that share its sequences."""
+    mesh = newest_mesh()
+    return 0 if mesh is None else mesh["sequence"].rank
+
+
+def _get_sequence_data_parallel_group() -> Comm:
+    """Ranks that have the same part of the model, over which ZeRO shards."""
+    mesh = newest_mesh()
+    return current_world().comm if mesh is None else mesh["data"]
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    """How many ranks have the same part of the model."""
+    return _get_sequence_data_parallel_group().size
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    """Place of this rank among those with the same part of the model."""
+    return _get_sequence_data_parallel_group().rank
 
 
 # DeepSpeed's own libraries call them with an underscore.

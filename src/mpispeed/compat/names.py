@@ -19,7 +19,8 @@ _LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf
 # DeepSpeed's own libraries call them with an underscore
 _GROUPS = (
     " ".join(f"_get_{axis}_parallel_{what}" for axis in ("data", "model") for what in ("group", "rank", "world_size"))
-    + " _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+    + " _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+    " _get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size"
 )
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
 _TOPOLOGY = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"
@@ -248,7 +249,6 @@ LATER: dict[str, dict[str, str]] = {
         "sequence.layer": "DistributedAttention",
         "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
         "runtime.sequence_parallel": "",
-        "utils.groups": "_get_sequence_parallel_group",
         "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},

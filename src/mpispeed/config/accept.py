@@ -62,18 +62,23 @@ def accept(
 
 
 def _check_ranks(config: Config, ranks: int, sharing: int) -> Iterator[Problem]:
-    """Problems with whole models, whole groups of experts and whole micro-batches on `ranks` ranks."""
+    """Problems with whole models, whole sequences, groups of experts and micro-batches on `ranks` ranks."""
     if ranks % sharing:
         what = f"{ranks} ranks are no multiple of the {sharing} that share each model (pipeline stages x slices)"
         yield Problem("", what, f"start {' or '.join(str(n) for n in _near(ranks, sharing))}")
         return
-    data, experts = ranks // sharing, config.expert_parallel
+    data, experts, pieces = ranks // sharing, config.expert_parallel, config.sequence_parallel_size or 1
+    if data % pieces:
+        what = f"{pieces} ranks cannot share each sequence, as this does not divide the {data} data ranks"
+        near = " or ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        yield Problem("sequence_parallel_size", what, f"choose {near}")
+        return
     if experts.enabled and data % experts.autoep_size:
         what = f"{experts.autoep_size} ranks cannot share experts out, as this does not divide the {data} data ranks"
         near = " or ".join(str(n) for n in range(1, data + 1) if data % n == 0)
         yield Problem("expert_parallel.autoep_size", what, f"choose {near}")
     try:
-        batch_sizes(config, data, ranks)
+        batch_sizes(config, data // pieces, ranks)
     except ConfigError as error:
         yield Problem("", str(error), error=type(error))
 

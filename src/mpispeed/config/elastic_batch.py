@@ -118,7 +118,7 @@ def elastic_triple(section: Elasticity, ranks: int, data: int) -> tuple[int, int
     if section.model_parallel_size != sharing:
         what = f"elasticity.model_parallel_size is {section.model_parallel_size}, and {sharing} of {ranks} ranks"
         cure = f"set it to {sharing}" if section.version >= 0.2 or sharing == 1 else f"set it to {sharing}, version 0.2"
-        msg = f"{what} share each model (pipeline stages x slices of layers); {cure}"
+        msg = f"{what} share each sample (pipeline stages x ranks per sequence x slices of layers); {cure}"
         raise ElasticityConfigError(msg)
     choice = choose(section, ranks)
     _require_allowed(choice, ranks, sharing)

@@ -51,6 +51,10 @@ def _is_outside(config: Config) -> bool:
     return section is not None and section.device != "none"
 
 
+def _cuts_sequences(config: Config) -> bool:
+    return (config.sequence_parallel_size or 1) > 1
+
+
 _QUANTIZER = "all bits have the same quantizer"
 _DEEPEP = "rows travel by MPI, which needs no such resources"
 _EXPERTS = {
@@ -69,7 +73,6 @@ _EXPERTS = {
 NO_EFFECT: dict[str, str] = {
     "disable_allgather": "updated parameters always have to be gathered",
     "graph_harvesting": "there are no device graphs to replay",
-    "seq_parallel_comm_data_type": "it is for sequence parallelism",
     "use_data_before_expert_parallelism": "ranks that share experts are always neighbours on the data axis",
     "zero_force_ds_cpu_optimizer": "any optimizer updates states in host memory, only the own those in files",
     "optimizer.legacy_fusion": "there is one fused optimizer step",
@@ -111,6 +114,7 @@ _IN_FILES = (
     "offload_optimizer.nvme_path", "offload_optimizer.buffer_count", "offload_optimizer.pipeline_read",
     "offload_optimizer.pipeline_write", "offload_optimizer.fast_init",
 )  # fmt: skip
+_SEQUENCES = ("seq_parallel_comm_data_type", "sequence_parallel.cuts_batches")
 _CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 _IO = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "backend")
 DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -119,6 +123,7 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"{_ZERO}.{key}": (_is_collected, _STAGE_0) for key in ("allgather_partitions", "allgather_bucket_size")},
     **{f"{_ZERO}.{key}": (_is_fetched, _WHOLE) for key in _CODED},
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
+    **dict.fromkeys(_SEQUENCES, (_cuts_sequences, "sequence_parallel_size is not more than 1")),
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }
 

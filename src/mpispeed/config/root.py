@@ -23,6 +23,7 @@ from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorPa
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.record import RunRecord
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
+from mpispeed.config.sequence import SequenceParallel
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization
@@ -42,7 +43,9 @@ class Config(Section):
     communication_data_type: Dtype | None = Field(
         None, description="Format in which gradients travel; null is the model's."
     )
-    seq_parallel_comm_data_type: Dtype = Field("fp32", description="The same under sequence parallelism.")
+    seq_parallel_comm_data_type: Dtype = Field(
+        "fp32", description="The same where sequences are cut over ranks; a set communication_data_type comes first."
+    )
     reduction: Literal["mpi", "ordered"] = Field(
         "mpi",
         description="mpi: the MPI library's sums for fp32; ordered: sums in rank order, reproducible to the bit "
@@ -73,8 +76,12 @@ class Config(Section):
         "is compared with it before anything is allocated. null compares with RLIMIT_AS, if that is set (mpispeed "
         "only).",
     )
-    data_parallel_size: Positive | None = Field(None, description="Ranks over which data are cut.")
-    sequence_parallel_size: Positive | None = Field(None, description="Ranks over which a sequence is cut.")
+    data_parallel_size: Positive | None = Field(
+        None, description="Ranks with samples of their own, or groups of them that share samples."
+    )
+    sequence_parallel_size: Positive | None = Field(
+        None, description="Ranks over which each sequence is cut; they share samples. null is 1."
+    )
 
     optimizer: Optimizer | None = Field(None, description="Update rule.")
     scheduler: Scheduler | None = Field(None, description="Learning rate as a function of the step.")
@@ -94,6 +101,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")
     pipeline: Pipeline = subsection(Pipeline, "Layers spread over ranks.")
     tensor_parallel: TensorParallel = subsection(TensorParallel, "Layers cut over ranks.")
+    sequence_parallel: SequenceParallel = subsection(SequenceParallel, "Sequences cut over ranks (mpispeed only).")
     expert_parallel: ExpertParallel = subsection(ExpertParallel, "Experts of transformers' models spread over ranks.")
     tensorboard: Tensorboard = subsection(Tensorboard, "TensorBoard.")
     csv_monitor: CsvMonitor = subsection(CsvMonitor, "CSV files.")

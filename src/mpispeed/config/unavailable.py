@@ -27,10 +27,6 @@ def _any_of(*names: str) -> Callable[[Any], bool]:
     return lambda section: any(getattr(section, name) for name in names)
 
 
-def _more_than_one(value: int | None) -> bool:
-    return value is not None and value > 1
-
-
 _Z = "zero_optimization"
 UNAVAILABLE: tuple[Row, ...] = (
     Row(
@@ -53,7 +49,6 @@ UNAVAILABLE: tuple[Row, ...] = (
         _any_of("quantized_initialization", "post_init_quant"),
         "not available in training; give these keys to init_inference, in quant.weight",
     ),
-    Row("sequence_parallel_size", _more_than_one, "sequence parallelism is not available; use 1"),
 )  # fmt: skip
 
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from mpispeed.engine.build.parts import Parts
     from mpispeed.mesh.world import World
 
-_NO_MESH = "mpispeed.initialize: mesh_param is not supported; sequence parallelism is not there yet, leave it out"
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` and `--deepspeed_config` (and `--deepscale`, `--deepscale_config`) to a script's parser."""
@@ -89,7 +87,8 @@ def initialize(
         dist_init_required: accepted; no effect.
         collate_fn: makes a batch of a list of samples; torch's by default.
         config: path, mapping, or base64 text; instead of `args.deepspeed_config`.
-        mesh_param: must be None.
+        mesh_param: a pair (ranks with samples of their own, ranks that share each sequence), instead of the keys
+            data_parallel_size and sequence_parallel_size.
         config_params: the older name of `config`.
 
     Returns:
@@ -103,14 +102,12 @@ def initialize(
     if model is None:
         msg = "mpispeed.initialize: model is None; pass the torch module to train"
         raise ConfigError(msg)
-    if mesh_param is not None:
-        raise ConfigError(_NO_MESH)
     world = init_distributed(distributed_port=distributed_port)
     release(model, world.comm)
     with configuring(world.comm):
         check_groups(model)
     source = _shared_source(world, args, config if config is not None else config_params)
-    loaded, plan = _resolve(world, source, model, mpu, choose_device(world, model), optimizer)
+    loaded, plan = _resolve(world, source, model, (mpu, mesh_param), choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     has_optimizer = optimizer is not None or plan.optimizer_name is not None
@@ -182,9 +179,14 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
 
 
 def _resolve(
-    world: World, source: tuple[Any, str], model: nn.Module, mpu: Any, device: torch.device, optimizer: Any
+    world: World,
+    source: tuple[Any, str],
+    model: nn.Module,
+    grids: tuple[Any, Any],
+    device: torch.device,
+    optimizer: Any,
 ) -> tuple[LoadedConfig, Plan]:
-    """Validate and plan; every rank comes to the same plan, or all raise.
+    """Validate and plan; every rank comes to the same plan, or all raise. `grids` are mpu and mesh_param.
 
     Collective over: all ranks.
     """
@@ -197,7 +199,7 @@ def _resolve(
         take_blocks(model, loaded.config)
     distinct = set[int]().union(*world.comm.gather_objects(distinct_sizes(model)))  # stages have different layers
     with configuring(world.comm):  # an mpu is read by all ranks or by none
-        axes = choose_axes(loaded.config, world, model, mpu)
+        axes = choose_axes(loaded.config, world, model, *grids)
         dtype = _floating_dtype(model)
         kind = kind_of(optimizer, loaded.config.optimizer.type if loaded.config.optimizer else None)
         plan = make_plan(

@@ -177,7 +177,9 @@ METHODS: dict[str, Getter] = {
         "bool",
         "True if random-LTD is enabled at all its levels.",
     ),
-    "get_sequence_parallel_group": Getter(lambda p: p.mesh[()], "Comm", "A group of this rank: sequences are not cut."),
+    "get_sequence_parallel_group": Getter(
+        lambda p: p.mesh["sequence"], "Comm", "The ranks that share each sequence of this rank; itself if none do."
+    ),
     "checkpoint_tag_validation_enabled": Getter(
         lambda p: p.plan.config.checkpoint.tag_validation != "Ignore",
         "bool",
@@ -238,11 +240,16 @@ PROPERTIES: dict[str, Getter] = {
         "int",
         "The number of this rank's device; without devices this rank's number on its node.",
     ),
-    "dp_world_size": Getter(lambda p: p.mesh["data"].size, "int", "Ranks of the data axis."),
+    "dp_world_size": Getter(lambda p: p.mesh["batch"].size, "int", "Ranks, or groups of them, with own samples."),
     "mp_world_size": Getter(lambda p: p.mesh["model"].size, "int", "Ranks over which layers are sliced."),
-    "data_parallel_group": Getter(lambda p: p.mesh["data"], "Comm", "The group of this rank over the data axis."),
-    "seq_data_parallel_group": Getter(lambda p: p.mesh["data"], "Comm", "The group of this rank over the data axis."),
-    "seq_dp_world_size": Getter(lambda p: p.mesh["data"].size, "int", "Ranks of the data axis."),
+    "sequence_parallel_size": Getter(lambda p: p.mesh["sequence"].size, "int", "Ranks that share each sequence."),
+    "data_parallel_group": Getter(
+        lambda p: p.mesh["batch"], "Comm", "Ranks with the same part of the model and of the sequence, and own samples."
+    ),
+    "seq_data_parallel_group": Getter(
+        lambda p: p.mesh["data"], "Comm", "Ranks with the same part of the model; ZeRO shards over them."
+    ),
+    "seq_dp_world_size": Getter(lambda p: p.mesh["data"].size, "int", "Ranks with the same part of the model."),
     "device": Getter(lambda p: p.plan.device, "torch.device", "Where the model computes."),
     "basic_optimizer": Getter(
         lambda p: _inner_optimizer(p),

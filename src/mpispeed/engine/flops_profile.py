@@ -227,7 +227,8 @@ class StepProfile:
         context, counter = self._context, self.profiler.counter
         return Facts(
             world_size=context.mesh.size,
-            data_size=context.mesh["data"].size,
+            data_size=context.mesh["batch"].size,
+            sequence_size=context.mesh["sequence"].size,
             model_size=context.mesh["model"].size,
             stages=context.mesh["pipe"].size,
             micro_batch=context.parts.plan.batch.micro_batch_size,

@@ -140,8 +140,8 @@ class TokenDropping:
 
 def _place(context: Context) -> Callable[[], tuple[int, int]]:
     """A function that gives the step and the number of this rank's first sample of the pass that runs."""
-    parts, data = context.parts, context.mesh["data"]
-    rank, size = data.rank, data.size
+    parts, batch = context.parts, context.mesh["batch"]
+    rank, size = batch.rank, batch.size
 
     def place() -> tuple[int, int]:
         current = parts.passes.current

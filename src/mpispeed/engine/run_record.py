@@ -108,7 +108,7 @@ def _facts(context: Context) -> dict[str, Any]:
             "parameters": sum(unit.layout.numel for unit in table.all_units),
             "trained_parameters": sum(unit.layout.numel for unit in table.units),
         },
-        "ranks": {"size": plan.world_size, "axes": dict(plan.axes), "nodes": context.mesh.world.node_count},
+        "ranks": {"size": plan.world_size, "axes": plan.layout, "nodes": context.mesh.world.node_count},
         "versions": facts.versions(library()),
         "environment": facts.environment(),
         "slurm": facts.slurm(),

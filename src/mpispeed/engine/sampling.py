@@ -53,7 +53,7 @@ class Sampling:
         self.schedules = make_schedules(self._section or {}, warns=mesh.rank == 0)
 
     def order(self, dataset: Any, *, micro_batch: int, step_samples: int, shuffles: bool) -> BatchOrder | None:
-        """The order of a data set that is shared by the data ranks; None for one without numbers. Local.
+        """The order of a data set that is shared by the batch ranks; None for one without numbers. Local.
 
         Args:
             dataset: map style.
@@ -75,8 +75,8 @@ class Sampling:
             )
             raise ConfigError(msg)
         rank, size, drop_last = (
-            self._mesh.index("data"),
-            self._mesh["data"].size,
+            self._mesh.index("batch"),
+            self._mesh["batch"].size,
             self._plan.config.dataloader_drop_last,
         )
         if self._section is None:

@@ -245,6 +245,7 @@ def _facts_of(engine: Any, recompute_factor: float) -> Facts:
     return Facts(
         world_size=engine.world_size,
         data_size=engine.dp_world_size,
+        sequence_size=engine.seq_dp_world_size // engine.dp_world_size,
         model_size=engine.mp_world_size,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         recompute_factor=recompute_factor,

@@ -161,7 +161,7 @@ class Facts:
     """The run around a profile.
 
     Attributes:
-        world_size, data_size, model_size, stages: ranks, and ranks along the axes.
+        world_size, data_size, model_size, stages: ranks, and ranks along the axes; data ranks have their own samples.
         micro_batch: samples of one micro-batch; None if unknown.
         micro_batches: of one step.
         recompute_factor: forward passes that backward repeats, as the user says.
@@ -169,6 +169,7 @@ class Facts:
         totals: None where nothing was summed over ranks.
         peak: floating-point operations per second that all ranks together could do; None if unknown.
         unknown: operators without a formula, with calls.
+        sequence_size: ranks that share each sequence.
     """
 
     world_size: int = 1
@@ -182,6 +183,7 @@ class Facts:
     totals: Totals | None = None
     peak: float | None = None
     unknown: Mapping[str, int] = field(default_factory=dict)
+    sequence_size: int = 1
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -223,6 +225,8 @@ def summary(model: Row, facts: Facts) -> list[tuple[str, str]]:
         ("data parallel size", str(facts.data_size)),
         ("model parallel size", str(facts.model_size)),
     ]
+    if facts.sequence_size > 1:
+        lines.append(("sequence parallel size", str(facts.sequence_size)))
     if facts.stages > 1:
         lines.append(("pipeline stages", str(facts.stages)))
     if facts.micro_batch is not None:
@@ -247,6 +251,7 @@ def _sizes(model: Row, facts: Facts) -> list[tuple[str, str]]:
     lines += [("fwd MACs per GPU", macs_text(model.macs)), ("fwd flops per GPU", flops_text(model.flops))]
     if totals is not None:
         label = "fwd flops of model" + (", slices and stages together" if facts.model_size * facts.stages > 1 else "")
+        label += ", whole sequences" if facts.sequence_size > 1 else ""
         lines.append((label, flops_text(totals.flops / facts.data_size / facts.micro_batches)))
     return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -101,7 +102,7 @@ def batch_keys(config: Mapping[str, Any], mode: str, ranks: int, first: int) -> 
         raise ConfigError(msg)
     others = _others(config)
     if ranks % others or first % others:
-        msg = f"{first} and {ranks} ranks: the config has pipelines or slices of {others} ranks, and needs multiples"
+        msg = f"{first} and {ranks} ranks: the config has {others} ranks for each sample, and needs multiples"
         raise ConfigError(msg)
     here, at_first = ranks // others, first // others
     if mode == "weak":
@@ -148,12 +149,12 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _others(config: Mapping[str, Any]) -> int:
-    """Ranks that share one part of the batch: stages of a pipeline times tensor slices."""
+    """Ranks that share one part of the batch: stages of a pipeline, ranks of a sequence and tensor slices."""
     tensor = _section(config, "tensor_parallel")
     slices = [tensor.get("autotp_size"), _section(tensor, "tensor_parallel").get("tp_size")]
     found = [number for number in slices if isinstance(number, int)]
-    stages = _section(config, "pipeline").get("stages")
-    return max([1, *found]) * (stages if isinstance(stages, int) else 1)
+    more = _section(config, "pipeline").get("stages"), config.get("sequence_parallel_size")
+    return math.prod([max([1, *found]), *(number for number in more if isinstance(number, int))])
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError, TopologyError
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
     from mpispeed.mesh.world import World
 
 
-def choose_axes(config: Config, world: World, model: nn.Module, mpu: Any = None) -> dict[str, int]:
+def choose_axes(
+    config: Config, world: World, model: nn.Module, mpu: Any = None, mesh_param: Any = None
+) -> dict[str, int]:
     """Sizes of the axes pipe, data and model, slowest first, or in the order of a PipelineModule's topology.
+
+    "sequence", the inner part of data, is among them where `mpu` or `mesh_param` has it. `mesh_param` is None or the
+    pair (size of the batch axis, size of the sequence axis).
 
     Collective over: all ranks, if there is an `mpu`.
 
@@ -26,6 +32,20 @@ def choose_axes(config: Config, world: World, model: nn.Module, mpu: Any = None)
         ConfigError: two of them contradict each other, or the model does not support the sizes.
         TopologyError: the sizes do not divide the number of ranks.
     """
+    axes = _choose(config, world, model, mpu)
+    given: dict[str, int | None] = {"sequence_parallel_size": config.sequence_parallel_size}
+    given["the mpu"] = axes.get("sequence")
+    if mesh_param is not None:
+        given["mesh_param"] = axes["sequence"] = _of_pair(mesh_param, axes)
+    told = {what: size for what, size in given.items() if size is not None}
+    if len(set(told.values())) > 1:
+        text = " and ".join(f"{what} says {size}" for what, size in told.items())
+        msg = f"{text} for the ranks that share each sequence; leave all but one of them out"
+        raise ConfigError(msg)
+    return axes
+
+
+def _choose(config: Config, world: World, model: nn.Module, mpu: Any) -> dict[str, int]:
     wanted = _of_config(config)
     if isinstance(model, PipelineModule):
         topology = model.topology()
@@ -58,6 +78,24 @@ def choose_axes(config: Config, world: World, model: nn.Module, mpu: Any = None)
     return {"pipe": 1, "data": world.size // slices, "model": slices}
 
 
+def _of_pair(mesh_param: Any, axes: Mapping[str, int]) -> int:
+    """Ranks of a sequence by the pair (batch ranks, sequence ranks)."""
+    pair = tuple(mesh_param) if isinstance(mesh_param, Sequence) and not isinstance(mesh_param, str) else ()
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+        msg = (
+            f"mpispeed.initialize: mesh_param is {mesh_param!r}; expected a pair of whole numbers: ranks with samples "
+            "of their own, and ranks that share each sequence"
+        )
+        raise ConfigError(msg)
+    if math.prod(pair) != axes["data"]:
+        msg = (
+            f"mpispeed.initialize: mesh_param {pair} makes {math.prod(pair)} ranks, and {axes['data']} have the same "
+            "part of the model; their product has to be that number"
+        )
+        raise TopologyError(msg)
+    return pair[1]
+
+
 def _of_config(config: Config) -> dict[str, int | None]:
     section = config.tensor_parallel
     sizes = {size for size in (section.autotp_size, section.tensor_parallel.tp_size) if size > 1}
@@ -81,8 +119,4 @@ def _of_mpu(mpu: Any, world: World, slices: int | None) -> dict[str, int]:
             "pass one, which needs no mpu, or an mpu with one stage"
         )
         raise ConfigError(msg)
-    full = {name: axes.get(name, 1) for name in axes} | {n: 1 for n in ("pipe", "data", "model") if n not in axes}
-    if math.prod(full.values()) != world.size:
-        msg = f"the mpu's sizes {full} do not multiply to the {world.size} ranks"
-        raise TopologyError(msg)
-    return full
+    return axes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mpispeed.base.errors import ConfigError
 from mpispeed.mesh.mesh import Factor, Topology
 from mpispeed.optim.exchange import Needs
+from mpispeed.plan.sequence_axis import BATCH, SequenceAxis, uncut_names
 from mpispeed.store.placement import REPLICATED, Placement, Tier
 
 if TYPE_CHECKING:
@@ -92,14 +93,21 @@ class Placing:
         rings = ((far(size), distinct_factor(size).name, NEAR) for size in filling)
         return replace(made, factors=(*factors, *near), rings=(*self.rings, *rings))
 
+    def with_sequence(self, axis: SequenceAxis) -> Placing:
+        """The same with the factors of a sequence axis."""
+        return replace(self, factors=(*self.factors, *axis.factors()), rings=(*self.rings, *axis.rings()))
+
     def topology(self, axes: Mapping[str, int]) -> Topology:
-        """`axes` with the data axis divided into its factors; its name and theirs become aliases."""
+        """`axes` with the data axis divided into its factors; its name and theirs become aliases.
+
+        The names "batch", "sequence", "sequence.ulysses" and "sequence.ring" are always among them.
+        """
         topology = Topology.factored(axes, {"data": self.factors})
-        if not self.rings:
-            return topology
         sizes, aliases = dict(zip(topology.names, topology.sizes, strict=True)), dict(topology.aliases)
         for name, factor, smaller in self.rings:
             aliases[name] = tuple(axis for axis in aliases[factor] if axis not in aliases[smaller])
+        if BATCH not in aliases:
+            aliases |= uncut_names(aliases)
         return Topology(sizes, aliases)
 
 

@@ -15,6 +15,7 @@ from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
+from mpispeed.plan.sequence_axis import SequenceAxis
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.prefetch import Limits
@@ -30,7 +31,10 @@ UNIT_ELEMENTS_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch triangle: `train_batch_size == micro_batch_size * gradient_accumulation_steps * ranks`."""
+    """The batch triangle: `train_batch_size == micro_batch_size * gradient_accumulation_steps * ranks`.
+
+    `ranks` are those of the batch axis: ranks that share sequences have the same samples.
+    """
 
     train_batch_size: int
     micro_batch_size: int
@@ -69,6 +73,7 @@ class Plan:
     config: Config
     world_size: int
     axes: dict[str, int]
+    sequence: SequenceAxis
     batch: Batch
     stage: int
     placing: Placing
@@ -136,12 +141,17 @@ class Plan:
     @property
     def is_wire_set(self) -> bool:
         """True if messages of gradients have the dtype of the policy; else that of the parameters."""
-        return bool(self.cast_by) or self.config.communication_data_type is not None
+        return bool(self.cast_by) or _wire(self.config, self.sequence) is not None
 
     @property
     def outlasts_overflows(self) -> bool:
         """True if a run goes on when gradients overflow at the minimum loss scale."""
         return self.stage == 0
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """`axes`, and "sequence" if it is cut: the inner part of "data"."""
+        return {**self.axes, **({"sequence": self.sequence.size} if self.sequence.size > 1 else {})}
 
     def topology(self) -> Topology:
         """`axes`, divided as the placements need."""
@@ -211,21 +221,24 @@ def make_plan(
 ) -> Plan:
     """Resolve `config` for `world_size` ranks; `ranks_per_node` None: all are on one node.
 
-    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. `device`
-    is that of this rank. `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
+    `axes` has the sizes of pipe, data and model in the order of the ranks; None: all ranks are data parallel. It may
+    have "sequence", the size of the inner part of data; else that is the config's. `device` is that of this rank.
+    `optimizer_kind`: JSON name, in lower case, of an optimizer given in code; None: the config's.
 
     Raises:
         ConfigError: settings contradict each other, or do not work on the device; with keys, values and the cure.
         TopologyError: axis sizes do not multiply to the number of ranks.
     """
     axes = dict(axes) if axes is not None else {"pipe": 1, "data": world_size, "model": 1}
-    data = _data_size(config, axes)
+    size = axes.pop("sequence", config.sequence_parallel_size or 1)
+    sequence = SequenceAxis(size, config.sequence_parallel.ring_size)
+    data, ranks = axes["data"], _batch_ranks(config, axes, sequence)
     zero = config.zero_optimization
     policy = resolve(
         fp16_enabled=config.fp16.enabled,
         bf16_enabled=config.bf16.enabled,
         grad_accum_dtype=config.data_types.grad_accum_dtype,
-        communication_data_type=config.communication_data_type,
+        communication_data_type=_wire(config, sequence),
         model_dtype=model_dtype,
     )
     optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
@@ -235,7 +248,8 @@ def make_plan(
         config=config,
         world_size=world_size,
         axes=axes,
-        batch=Batch(*batch_sizes(config, data, math.prod(axes.values())), data),
+        sequence=sequence,
+        batch=Batch(*batch_sizes(config, ranks, math.prod(axes.values())), ranks),
         stage=zero.stage,
         placing=dataclasses.replace(
             place(
@@ -244,7 +258,7 @@ def make_plan(
                 node,
                 sums_late=axes["pipe"] > 1 and not config.pipeline.per_micro_batch,
                 needs=needs_of(name),
-            ),
+            ).with_sequence(sequence),
             data_per_node=node,
         ),
         policy=policy,
@@ -261,6 +275,14 @@ def make_plan(
     )
 
 
+def _wire(config: Config, sequence: SequenceAxis) -> str | None:
+    """The dtype in which gradients travel by the config; None: that of the model."""
+    if config.communication_data_type is not None or sequence.size == 1:
+        return config.communication_data_type
+    is_asked = "seq_parallel_comm_data_type" in config.model_fields_set
+    return config.seq_parallel_comm_data_type if is_asked or config.fp16.enabled or config.bf16.enabled else None
+
+
 def _check_device(config: Config, device: torch.device) -> None:
     """Refuse settings that work in host memory only.
 
@@ -275,16 +297,19 @@ def _check_device(config: Config, device: torch.device) -> None:
         raise UnsupportedOption(msg)
 
 
-def _data_size(config: Config, axes: Mapping[str, int]) -> int:
-    wanted, data, world = config.data_parallel_size, axes["data"], math.prod(axes.values())
-    if wanted is not None and wanted != data:
-        cut = f" at {axes['pipe']} pipeline stages x {axes['model']} slices" if data != world else ""
+def _batch_ranks(config: Config, axes: Mapping[str, int], sequence: SequenceAxis) -> int:
+    """Ranks of the batch axis, of which `data_parallel_size` is the size."""
+    sequence.check(axes["data"])
+    wanted, ranks, world = config.data_parallel_size, axes["data"] // sequence.size, math.prod(axes.values())
+    if wanted is not None and wanted != ranks:
+        parts = {"pipeline stages": axes["pipe"], "ranks per sequence": sequence.size, "slices": axes["model"]}
+        cut = " x ".join(f"{size} {what}" for what, size in parts.items() if size > 1)
         msg = (
-            f"data_parallel_size {wanted} does not fit {world} ranks{cut}; start {world // data * wanted} ranks "
-            "or remove the key, the size then follows the ranks"
+            f"data_parallel_size {wanted} does not fit {world} ranks{f' at {cut}' if cut else ''}; start "
+            f"{world // ranks * wanted} ranks or remove the key, the size then follows the ranks"
         )
         raise TopologyError(msg)
-    return data
+    return ranks
 
 
 def _data_per_node(axes: Mapping[str, int], ranks_per_node: int) -> int:

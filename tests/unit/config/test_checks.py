@@ -320,7 +320,6 @@ ASKS = {
     "expert_parallel.score_apply": {"expert_parallel": {"score_apply": "pre"}},
     "expert_parallel.comm_backend": {"expert_parallel": {"comm_backend": "deepep"}},
     "sparse_gradients": {"sparse_gradients": True},
-    "sequence_parallel_size": {"sequence_parallel_size": 2},
 } | {
     name: {name: True}
     for name in (
@@ -358,8 +357,8 @@ def test_the_table_names_fields_and_defaults_ask_for_nothing():
 
 
 def test_several_missing_parts_are_told_at_once():
-    loaded = load({"amp": {"enabled": True}, "sequence_parallel_size": 2, "hybrid_engine": True})
-    with pytest.raises(ConfigError, match="3 problems"):
+    loaded = load({"amp": {"enabled": True}, "hybrid_engine": True})
+    with pytest.raises(ConfigError, match="2 problems"):
         require_available(loaded.config)
 
 

@@ -20,7 +20,7 @@ READ = {
     "gradient_clipping", "communication_data_type", "reduction", "prescale_gradients", "gradient_predivide_factor",
     "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer", "dataloader_drop_last",
     "dataloader_shuffle", "vocabulary_size", "data_parallel_size", "optimizer.type", "optimizer.params",
-    "scheduler.type",
+    "sequence_parallel_size", "scheduler.type",
     "scheduler.params", "bf16.enabled", "data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size",
     "zero_optimization.overlap_comm", "zero_optimization.elastic_checkpoint", "checkpoint.tag_validation",
     "checkpoint.async_save", "checkpoint.overwrite",
@@ -58,7 +58,7 @@ READ = {
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",
                  "walltime", "guard", "run_record", "data_loader", "trace", "expert_parallel", "flops_profiler",
-                 "curriculum_learning", "progressive_layer_drop", "eigenvalue")  # fmt: skip
+                 "sequence_parallel", "curriculum_learning", "progressive_layer_drop", "eigenvalue")  # fmt: skip
 ONE_OF = {"expert_parallel.combine_impl": "legacy_bmm", "expert_parallel.row_weighting_impl": "fused",
           "expert_parallel.gate_up_impl": "fused"}  # fmt: skip
 CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
@@ -103,7 +103,7 @@ def test_keys_that_need_others_warn_without_them(path):
     warnings = load(settings).warnings
     assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
     assert DEPENDENT[path][1] in warnings[0]
-    zero["stage"] = 3
+    zero["stage"], settings["sequence_parallel_size"] = 3, 2
     disk = {"device": "nvme", "nvme_path": "disk"}
     for name in ("offload_param", "offload_optimizer"):
         zero[name] = disk | zero.get(name, {})

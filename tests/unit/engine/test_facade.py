@@ -279,7 +279,7 @@ def test_where_the_config_comes_from():
 def test_what_initialize_refuses_before_anything_else():
     with pytest.raises(AssertionError, match="model is None"):
         mpispeed.initialize(config=config())
-    for more, words in (({"mpu": object()}, "has no method"), ({"mesh_param": (1, 1)}, "not supported")):
+    for more, words in (({"mpu": object()}, "has no method"), ({"mesh_param": (1, 2)}, "makes 2 ranks")):
         with pytest.raises(AssertionError, match=words):
             mpispeed.initialize(model=Net(), config=config(), **more)
 

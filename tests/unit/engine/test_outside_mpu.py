@@ -97,6 +97,42 @@ def test_our_own_grid_is_an_mpu():
     assert sim.run(8, fn) == [{"pipe": 2, "data": 2, "model": 2}] * 8
 
 
+ULYSSES = {"sequence": "sequence_parallel"}
+CONTEXT = {"data": "data_parallel", "sequence": "context_parallel", "model": "tensor_model_parallel"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [
+        ({"pipe": 2, "data": 2, "sequence": 2, "model": 1}, {**DEEPSPEED, **ULYSSES}),
+        ({"data": 2, "sequence": 3}, ULYSSES),
+        ({"data": 1, "sequence": 3}, ULYSSES),
+        ({"data": 2, "sequence": 2, "model": 2}, CONTEXT),
+        ({"model": 2, "data": 2, "sequence": 2}, CONTEXT),
+    ],
+)
+@pytest.mark.parametrize("more", ["", "with both", "data spans sequences"])
+def test_ranks_that_share_sequences(axes, names, more):
+    def change(mpu, rank):
+        grid, both = Topology(axes), ("data", "sequence")
+        told = grid.index(rank, both), grid.group_size(both), list(grid.peers(rank, both))
+        if more:
+            mpu.add("sequence_data_parallel" if more == "with both" else "data_parallel", *told)
+
+    expected = {**axes, "data": axes["data"] * axes["sequence"], "sequence": axes["sequence"]}
+    read = found(axes, names, Topology(axes).size, change=change)
+    assert read == {axis: size for axis, size in expected.items() if size > 1}
+    is_first = [axis for axis in axes if axis != "sequence" and expected[axis] > 1]
+    assert [axis for axis in read if axis != "sequence"] == is_first
+
+
+def test_sequences_whose_ranks_are_apart():
+    axes = {"sequence": 2, "data": 2}
+    refused(lambda mpu, rank: None, "fit no grid", axes=axes, names={**ULYSSES, "data": "data_parallel"})
+    both = lambda mpu, rank: mpu.add("sequence_data_parallel", 0, 3, [0, 1, 2])  # noqa: E731
+    refused(both, "data=1 x sequence=2 x model=1 make 2 ranks, the job has 4", axes=axes, names=ULYSSES)
+
+
 def refused(change, text, axes=None, names=MEGATRON, size=4):
     """Every rank raises."""
 

@@ -82,6 +82,56 @@ def test_axes_that_do_not_fit_are_refused():
         plan_of(data_parallel_size=3)
 
 
+def test_ranks_that_share_sequences_share_samples():
+    plan = plan_of(8, sequence_parallel_size=4, sequence_parallel={"ring_size": 2}, gradient_accumulation_steps=3)
+    assert plan.batch.triple == (24, 4, 3)
+    assert dict(plan.describe())["ranks"] == "pipe 1 x data 8 x model 1 (sequence 4, sequence.ulysses 2)"
+    topology = plan.topology()
+    for name, peers in (
+        ("data", range(8)), ("batch", (1, 5)), ("sequence", range(4)), ("sequence.ulysses", (0, 1)),
+        ("sequence.ring", (1, 3)), (("batch", "sequence.ring"), (1, 3, 5, 7)),
+    ):  # fmt: skip
+        assert list(topology.peers(1, name)) == list(peers), name
+    assert plan_of(8).topology().names == ("pipe", "data", "model")
+    assert plan.digest() != plan_of(8, sequence_parallel_size=4, gradient_accumulation_steps=3).digest()
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 2, "data": 1, "model": 2}, {"pipe": 1, "data": 4, "model": 1}])
+def test_names_of_the_sequence_axis_are_there_without_it(axes):
+    plan = make_plan(validate({"train_batch_size": 24}, "test").config, 4, torch.float32, axes=axes)
+    topology = plan.topology()
+    for rank in range(4):
+        assert list(topology.peers(rank, "batch")) == list(topology.peers(rank, "data"))
+        for name in ("sequence", "sequence.ulysses", "sequence.ring"):
+            assert list(topology.peers(rank, name)) == [rank]
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+@pytest.mark.parametrize("zero", [{"stage": 3, "mics_shard_size": 2}, {"stage": 3, "zero_hpz_partition_size": 2}, {}])
+def test_the_sequence_axis_nests_with_other_groups(zero, ring):
+    settings = {"sequence_parallel_size": 4, "sequence_parallel": {"ring_size": ring}, "zero_optimization": zero}
+    topology = plan_of(8, **settings).with_distinct([2]).topology()
+    sizes = {"data": 8, "batch": 2, "sequence": 4, "sequence.ulysses": 4 // ring, "sequence.ring": ring}
+    assert {name: topology.group_size(name) for name in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size 4 does not divide the 6 ranks .* use one of 1, 2, 3"),
+        ({"sequence_parallel_size": 3, "sequence_parallel": {"ring_size": 2}}, "ring_size 2 does not divide .* 1, 3"),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 6}, "6 ranks at 2 ranks per sequence; start 12 ranks"),
+        (
+            {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3, "mics_shard_size": 3}},
+            "mics_shard_size = 3 is not a multiple of .*sequence_parallel",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_sequence_axis_are_refused(settings, told):
+    with pytest.raises(TopologyError, match=told):
+        plan_of(6, **settings).topology()
+
+
 def test_what_is_cut_grows_with_the_stage():
     cut = {stage: sum(not p.is_replicated for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
     assert cut == {0: 0, 1: 1, 2: 2, 3: 3}

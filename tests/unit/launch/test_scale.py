@@ -48,7 +48,8 @@ def test_batches_of_all_sizes_are_those_of_the_mode(micro, steps, first, factor,
         ({TB: 6}, "strong", "train_batch_size 6 cannot be cut for 4 ranks"),
         ({TB: "6"}, "strong", "train_batch_size is '6'"),
         ({MB: 2, "elasticity": {"enabled": True}}, "weak", "disable it"),
-        ({MB: 2, "pipeline": {"stages": 4}}, "weak", "pipelines or slices of 4 ranks"),
+        ({MB: 2, "pipeline": {"stages": 4}}, "weak", "4 ranks for each sample"),
+        ({MB: 2, "sequence_parallel_size": 3}, "weak", "3 ranks for each sample"),
     ],
 )
 def test_config_without_a_usable_batch_is_refused(config, mode, message):

@@ -40,11 +40,11 @@ def make_loader(
     pin_memory: bool = True,
     waits: Waits | None = None,
 ) -> ShardedLoader:
-    """This data rank's loader over `dataset`, read as the section `data_loader` says.
+    """This batch rank's loader over `dataset`, read as the section `data_loader` says.
 
     Args:
         plan: the plan of the run.
-        mesh: the ranks; each data rank gets its own samples.
+        mesh: the ranks; each batch rank gets its own samples, those of a sequence get the same.
         dataset: map style or iterable.
         collate_fn: makes a batch of a list of samples; None: torch's.
         shuffles: the default where the config does not say.
@@ -64,13 +64,13 @@ def make_loader(
     if sampling is not None:
         of_config = sampling.workers or of_config
         steps = plan.batch.gradient_accumulation_steps
-        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["data"].size * steps
+        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["batch"].size * steps
         order = sampling.order(dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled)
     return ShardedLoader(
         dataset,
         micro_batch=micro_batch,
-        rank=mesh.index("data"),
-        size=mesh["data"].size,
+        rank=mesh.index("batch"),
+        size=mesh["batch"].size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
         seed=config.seed if sampling is None else sampling.seed,

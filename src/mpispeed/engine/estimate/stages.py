@@ -132,7 +132,8 @@ def examine_rank(
             _slice(plan, mesh, model)
             check_groups(model)  # the model may be one that was examined before
             share_out(model, mesh)
-            tokens, micro_steps = plan.batch.micro_batch_size * sequence_length, plan.batch.gradient_accumulation_steps
+            tokens = plan.batch.micro_batch_size * -(-sequence_length // plan.sequence.size)
+            micro_steps = plan.batch.gradient_accumulation_steps
             rows = expert_rows(model, mesh, tokens, plan.policy.compute, micro_steps) if tokens else []
     except ConfigError:
         raise

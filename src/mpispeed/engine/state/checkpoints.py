@@ -322,7 +322,7 @@ def content(parts: Parts, client_state: dict[str, Any], settings: SaveSettings) 
         "state": state,
         "config_json": parts.plan.config.model_dump_json(),
         "rng": {**rng.capture(), **slice_streams()},
-        "layout": {**parts.plan.axes, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
+        "layout": {**parts.plan.layout, "stage": parts.plan.stage, "world_size": parts.plan.world_size},
         "options": SaveOptions(
             overwrite=options.overwrite if settings.overwrite is None else settings.overwrite,
             save_latest=settings.save_latest,

@@ -202,6 +202,7 @@ def _take_generators(parts: Parts, source: Checkpoint) -> None:
     """
     mesh = parts.mesh
     is_alike = all(source.layout.get(axis, size) == size for axis, size in parts.plan.axes.items())
+    is_alike = is_alike and source.layout.get("sequence", 1) == parts.plan.sequence.size
     if source.rng_ranks == mesh.size and is_alike:
         states = source.rng_of(mesh.rank)
         rng.restore(states)

@@ -1,0 +1,166 @@
+"""How the sequence of the running pass is cut, for attention layers, whose arguments do not say it.
+
+Recomputation in backward asks again, maybe when a later pass has begun. `mark` makes the outputs of a pass tell which
+one a backward pass belongs to; so does the backward pass of every attention layer. Where neither has told yet, passes
+that had no backward pass so far are looked at, and have to agree.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpispeed.base.errors import UsageError
+from mpispeed.nn.sequence.group import SequenceGroup
+from mpispeed.nn.sequence.layout import Layout
+
+_REMEMBERED = 64
+"""Most passes without a backward pass that are kept: scripts may evaluate without `torch.no_grad`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """The cut of one pass.
+
+    Attributes:
+        group: ranks of the sequence axis; None: one process has the whole sequence.
+        layout: the cut.
+        is_causal: what attention layers that do not say it themselves take.
+    """
+
+    group: SequenceGroup | None
+    layout: Layout
+    is_causal: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that group and cut fit.
+
+        Raises:
+            UsageError: they have other sizes.
+        """
+        inner, outer = (self.group.ulysses.size, self.group.ring.size) if self.group is not None else (1, 1)
+        if (self.layout.ulysses, self.layout.ring) != (inner, outer):
+            msg = (
+                f"the sequence is cut over {self.layout.ulysses} x {self.layout.ring} ranks (Ulysses x ring), and its "
+                f"group has {inner} x {outer}: make the layout with the sizes of the group"
+            )
+            raise UsageError(msg)
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the sequence axis."""
+        return 0 if self.group is None else self.group.rank
+
+    def is_cut_like(self, other: Running) -> bool:
+        """Whether attention runs alike in both passes."""
+        return self.group is other.group and self.layout == other.layout and self.is_causal == other.is_causal
+
+
+@dataclass
+class _State:
+    forward: Running | None = None
+    waiting: list[Running] = field(default_factory=list)
+    """Passes that may still have a backward pass, of which nothing has told its own."""
+    told: dict[int, Running] = field(default_factory=dict)
+    """What the running backward passes belong to, by their number in torch."""
+
+
+class _Here(threading.local):
+    state: _State | None = None
+
+
+_here = _Here()
+_last: list[_State] = []
+"""The state that a thread made last: backward passes of a device run on threads of torch."""
+
+
+def _state() -> _State:
+    if _here.state is None:
+        if _task() != -1 and _last:
+            return _last[0]
+        _here.state = _State()
+        _last[:] = [_here.state]
+    return _here.state
+
+
+def _task() -> int:
+    """The number of the backward pass that runs on this thread; -1: none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def current() -> Running | None:
+    """The cut of the pass that runs, within backward that of the pass whose gradients are computed; None: no cut.
+
+    Raises:
+        UsageError: an attention layer is recomputed in backward, and it is not known which of two cuts it had.
+    """
+    state, task = _state(), _task()
+    if task == -1:
+        return state.forward
+    if task not in state.told:
+        found = state.waiting[-1] if state.waiting else state.forward
+        if found is None:
+            return None
+        if not all(found.is_cut_like(other) for other in state.waiting):
+            msg = (
+                f"attention is recomputed in backward while {len(state.waiting)} passes with different cuts of their "
+                "sequences wait for backward: run backward of one pass before the next begins, or mark the outputs of "
+                "each pass (mpispeed.nn.sequence.running.mark)"
+            )
+            raise UsageError(msg)
+        state.told[task] = found
+    return state.told[task]
+
+
+def set_running(running: Running | None) -> None:
+    """Begin a pass that is cut so; None: nothing is cut any more. Local."""
+    state = _state()
+    state.forward = running
+    if _task() == -1:
+        state.told.clear()
+        if running is not None and torch.is_grad_enabled():
+            state.waiting = [*(other for other in state.waiting if other is not running), running][-_REMEMBERED:]
+
+
+@contextmanager
+def use(running: Running | None) -> Iterator[None]:
+    """Context of a pass that is cut so. Local."""
+    before = _state().forward
+    set_running(running)
+    try:
+        yield
+    finally:
+        _state().forward = before
+
+
+def mark(outputs: Any) -> None:
+    """Note the running pass at its outputs, tensors in lists, tuples and dicts, so that backward knows it. Local."""
+    running = _state().forward
+    if running is None or not torch.is_grad_enabled():
+        return
+    for tensor in _tensors(outputs):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(lambda _: tell(running))  # type: ignore[no-untyped-call]
+
+
+def tell(running: Running) -> None:
+    """Say from within backward which pass it belongs to. Local."""
+    state = _state()
+    state.told[_task()] = running
+    state.waiting = [other for other in state.waiting if other is not running]
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
