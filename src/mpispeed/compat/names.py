@@ -19,7 +19,7 @@ _LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf
 # DeepSpeed's own libraries call them with an underscore
 _GROUPS = (
     " ".join(f"_get_{axis}_parallel_{what}" for axis in ("data", "model") for what in ("group", "rank", "world_size"))
-    + " _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+    + " _get_sequence_parallel_rank _get_sequence_parallel_world_size"
     " _get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size"
 )
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
@@ -27,6 +27,10 @@ _TOPOLOGY = "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopol
 _RECOVERY = (
     "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint"
+)
+_PATTERNS = (
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
 )
 _LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"}
 _ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
@@ -129,6 +133,16 @@ SERVED: dict[str, dict[str, str]] = {
     "ops.lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"mpispeed.optim": "FusedLion"},
+    "ops.sparse_attention": {
+        "mpispeed.nn.sparse": f"{_PATTERNS} SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils MatMul "
+        "Softmax"
+    },
+    "ops.sparse_attention.bert_sparse_self_attention": {"mpispeed.nn.sparse": "BertSparseSelfAttention"},
+    "ops.sparse_attention.matmul": {"mpispeed.nn.sparse": "MatMul"},
+    "ops.sparse_attention.softmax": {"mpispeed.nn.sparse": "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {"mpispeed.nn.sparse": "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {"mpispeed.nn.sparse": "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {"mpispeed.nn.sparse": _PATTERNS},
     "ops.transformer": _LAYER,
     "ops.transformer.transformer": _LAYER,
     "pipe": {"mpispeed.pipe": "*"},
@@ -211,6 +225,11 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.zero.tiling": {"mpispeed.zero": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {"mpispeed.zero": "ZeRORuntimeException"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "mpispeed.compat.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    },
+    "sequence.layer": {"mpispeed.compat.sequence_layer": "DistributedAttention"},
+    "sequence.cross_entropy": {"mpispeed.nn.sequence.loss": "vocab_sequence_parallel_cross_entropy"},
     "utils": {
         "mpispeed.zero": f"{_SAFE} {_LEAVES} safe_update_full_grad_vectorized",
         "mpispeed.data": "RepeatingLoader",
@@ -219,7 +238,10 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {"mpispeed.compat.groups": f"* {_GROUPS}"},
+    "utils.groups": {
+        "mpispeed.compat.groups": f"* {_GROUPS}",
+        "mpispeed.compat.sequence_groups": "_get_sequence_parallel_group",
+    },
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -238,18 +260,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject": "replace_transformer_layer revert_transformer_layer",
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
-    },
-    "sparse attention": {
-        "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "
-        "DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
-        "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
-    },
-    "sequence parallelism": {
-        "sequence": "",
-        "sequence.layer": "DistributedAttention",
-        "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
-        "runtime.sequence_parallel": "",
-        "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
 }
