@@ -16,7 +16,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.compat.as_deepspeed import activate, find_real
 from mpispeed.engine.api import initialize
 from mpispeed.engine.distributed import init_distributed, join_world
-from mpispeed.engine.ownership import engine_of
+from mpispeed.engine.ownership import engine_of, newest_mesh
 from mpispeed.mesh import launcher
 from mpispeed.plan.device import VARIABLE
 
@@ -196,6 +196,14 @@ class MpispeedStrategy(DeepSpeedStrategy):
             vars(speaks)["rank"] = self.global_rank
 
     # -- start and end -----------------------------------------------------------------------------------------------
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Parts of the data for samplers: ranks that share sequences or slices have the same part."""
+        mesh = newest_mesh()
+        if mesh is None:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": mesh["batch"].size, "rank": mesh.index("batch")}
 
     def _configure_launcher(self) -> None:
         """No launcher: the ranks are there."""

@@ -312,6 +312,11 @@ FEATURES: tuple[Feature, ...] = (
         "sequence_parallel", ("sequence", "slice", "tensor_parallel"), _sequence_is_cut,
         _all(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
     ),
+    Feature(
+        "sequence axis", ("sequence",), lambda run: run.engine.mesh["sequence"].size == 2,
+        _all(put("sequence_parallel_size", 2), put("sequence_parallel.cuts_batches", False)), keeps=CLOSE,
+        axes={"sequence": 2},
+    ),
     Feature("experts", ("experts", "mark_distinct", "parameters of their own"), _shares_experts, keeps=FINAL),
     Feature(
         "activation checkpointing", ("activation", "recompute"), recomputed,

@@ -136,7 +136,7 @@ def assert_fits(ours, plain, bound=BOUND, first=0):
         assert ours[name] == pytest.approx(plain["val"], rel=bound)
 
 
-@pytest.mark.parametrize("what", [*range(4), "name"])
+@pytest.mark.parametrize("what", [*range(4), "name", "sequence"])
 def test_lightning_has_the_losses_of_plain_torch(found, what):
     ours = found(2, f"lightning {what}")
     assert (ours["ranks"], ours["step"], ours["rate"]) == (2, 8, 5e-3)

@@ -47,6 +47,10 @@ class UnimplementedUse(UsageError, NotImplementedError):
     """A value that a method does not offer. Also the NotImplementedError that DeepSpeed raises."""
 
 
+class UnfitValue(UsageError, ValueError):
+    """A value, or a size of a tensor, that a method cannot take. Also the ValueError that DeepSpeed raises."""
+
+
 class ScheduleError(UsageError):
     """A pipeline schedule does not hold; the message names stage, step and instruction.
 

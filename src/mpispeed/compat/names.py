@@ -28,6 +28,10 @@ _RECOVERY = (
     "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint"
 )
+_PATTERNS = (
+    "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
+    "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig"
+)
 _LAYER = {"mpispeed.nn.block": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"}
 _ENGINE = {"mpispeed.engine": "Engine=DeepSpeedEngine"}
 _LOGGER = {"mpispeed.compat.logger": "logger log_dist LoggerFactory"}
@@ -129,6 +133,16 @@ SERVED: dict[str, dict[str, str]] = {
     "ops.lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {"mpispeed.optim": "CPULion=DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"mpispeed.optim": "FusedLion"},
+    "ops.sparse_attention": {
+        "mpispeed.nn.sparse": f"{_PATTERNS} SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils MatMul "
+        "Softmax"
+    },
+    "ops.sparse_attention.bert_sparse_self_attention": {"mpispeed.nn.sparse": "BertSparseSelfAttention"},
+    "ops.sparse_attention.matmul": {"mpispeed.nn.sparse": "MatMul"},
+    "ops.sparse_attention.softmax": {"mpispeed.nn.sparse": "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {"mpispeed.nn.sparse": "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {"mpispeed.nn.sparse": "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {"mpispeed.nn.sparse": _PATTERNS},
     "ops.transformer": _LAYER,
     "ops.transformer.transformer": _LAYER,
     "pipe": {"mpispeed.pipe": "*"},
@@ -246,11 +260,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject": "replace_transformer_layer revert_transformer_layer",
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
-    },
-    "sparse attention": {
-        "ops.sparse_attention": "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig "
-        "DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
-        "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
 }

@@ -13,7 +13,7 @@ from mpispeed.config.compress import CompressionTraining, QuantizeTraining
 from mpispeed.config.data import CurriculumLearning, DataEfficiency, Eigenvalue
 from mpispeed.config.elastic import Elasticity
 from mpispeed.config.experts import ExpertParallel
-from mpispeed.config.later import HybridEngine, SparseAttention, WeightQuantization
+from mpispeed.config.later import HybridEngine, WeightQuantization
 from mpispeed.config.layer_drop import ProgressiveLayerDrop
 from mpispeed.config.loader import DataLoader
 from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Guard, Tensorboard, Timers, Wandb
@@ -24,6 +24,7 @@ from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.record import RunRecord
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
 from mpispeed.config.sequence import SequenceParallel
+from mpispeed.config.sparse import SparseAttention
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.config.zero import ZeroOptimization

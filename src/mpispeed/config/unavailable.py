@@ -42,7 +42,6 @@ UNAVAILABLE: tuple[Row, ...] = (
         "weights for inputs of experts are not available; use post, as the models do, or auto",
     ),
     Row("expert_parallel.comm_backend", lambda value: value == "deepep", "deepep is not available; use comm"),
-    Row("sparse_attention", lambda s: s is not None, "sparse attention is not available; remove the section"),
     Row("hybrid_engine", _is_on, "the hybrid engine is not available; set enabled to false"),
     Row(
         "weight_quantization",

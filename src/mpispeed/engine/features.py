@@ -27,6 +27,7 @@ from mpispeed.engine import (
     run_record,
     sampling,
     sequence,
+    sparse_attention,
     tracing,
 )
 from mpispeed.engine.attached import Feature
@@ -54,6 +55,7 @@ def attach_slicing(context: Context) -> None:
 
 BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
+    Feature("sparse_attention", sparse_attention.attach, transform=sparse_attention.transform),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),
     Feature("eigenvalue", eigenvalue.attach),

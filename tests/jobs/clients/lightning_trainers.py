@@ -25,6 +25,7 @@ def cases(place):
             **{f"lightning {stage}": partial(fit, place, stage) for stage in range(4)},
             "lightning name": partial(run, place.own / "name", 2, "mpispeed", accumulate=1),
             "lightning bf16": partial(fit_bf16, place),
+            "lightning sequence": partial(share_samples, place),
         }
     if place.ranks == 3:
         return {f"lightning resumed {stage}": partial(resume, place, stage) for stage in SAVED}
@@ -34,6 +35,12 @@ def cases(place):
 def fit(place, stage):
     strategy = MpispeedStrategy(config=config(stage))
     return run(place.folder / f"lightning{stage}", place.ranks, strategy, save=stage in SAVED)
+
+
+def share_samples(place):
+    """Both ranks share sequences, so that they have the same samples; the model does not look at their parts apart."""
+    cut = {"sequence_parallel_size": 2, "sequence_parallel": {"cuts_batches": False}}
+    return run(place.own / "sequence", 1, MpispeedStrategy(config=config(1) | cut))
 
 
 def fit_bf16(place):

@@ -312,7 +312,6 @@ ASKS = {
         "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     },
-    "sparse_attention": {"sparse_attention": {"mode": "fixed"}},
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},

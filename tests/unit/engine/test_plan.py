@@ -85,6 +85,7 @@ def test_axes_that_do_not_fit_are_refused():
 def test_ranks_that_share_sequences_share_samples():
     plan = plan_of(8, sequence_parallel_size=4, sequence_parallel={"ring_size": 2}, gradient_accumulation_steps=3)
     assert plan.batch.triple == (24, 4, 3)
+    assert plan.layout == {"pipe": 1, "data": 8, "model": 1, "sequence": 4}  # in checkpoints and run records
     assert dict(plan.describe())["ranks"] == "pipe 1 x data 8 x model 1 (sequence 4, sequence.ulysses 2)"
     topology = plan.topology()
     for name, peers in (
