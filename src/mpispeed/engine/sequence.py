@@ -52,7 +52,7 @@ def attach(context: Context) -> Hooks | None:
     if isinstance(context.module, PipelineModule):
         stage = PipelineSequence(group, cuts=cuts)
         context.bus.subscribe(Event.CLOSE, lambda _: running.set_running(None))
-        return Hooks(batch=stage.batch, chunk=stage.begin, published={"sequence": stage})
+        return Hooks(batch=stage.batch, chunk=stage.begin if cuts else None, published={"sequence": stage})
     sequence = Sequence(group, context.module, cuts=cuts)
     context.bus.subscribe(Event.CLOSE, lambda _: sequence.end())
     return Hooks(batch=sequence.batch, published={"sequence": sequence})

@@ -24,8 +24,6 @@ LENGTHS = ("input_ids", "inputs_embeds")
 """Names of inputs whose dim 1 is the length, before others."""
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Names by which transformers is told where documents end; attention is told by the layout instead."""
-TRUNCATED = "curriculum_seqlen"
-"""The name by which the older curriculum says a length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,6 @@ def cut_inputs(
         UsageError: there is no sequence, or one of them cannot be cut.
     """
     named = dict(kwargs)
-    if TRUNCATED in named:  # the model would do it to its own part
-        args, named = _truncated(args, named, int(named[TRUNCATED]))
     rows, length = lengths(args, named)
     spans = documents(rows, length, named.get("position_ids"), named.get("attention_mask"), named.get("cu_seq_lens_q"))
     layout = Layout(length, shape.ulysses, shape.ring, spans)
@@ -104,8 +100,6 @@ def cut_inputs(
     if not wants.mask:
         named.pop("attention_mask", None)
     found = {name: _cut_named(name, value, layout, shape.rank) for name, value in named.items()}
-    if TRUNCATED in found:
-        found[TRUNCATED] = layout.count(shape.rank)
     return cut_tensors(args, layout, shape.rank), found, layout
 
 
@@ -272,15 +266,3 @@ def _kept(mask: torch.Tensor, rows: int, length: int) -> list[Range]:
 def _clipped(spans: Sequence[Range], kept: Range) -> list[Range]:
     ranges = ((max(start, kept[0]), min(end, kept[1])) for start, end in spans)
     return [(start, end) for start, end in ranges if start < end]
-
-
-def _truncated(args: tuple[Any, ...], named: dict[str, Any], wanted: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs whose sequence is `wanted` tokens long at most."""
-    _, length = lengths(args, named)
-    if wanted >= length:
-        return args, named
-
-    def begin(x: torch.Tensor) -> torch.Tensor:
-        return x[:, :wanted] if x.dim() > 1 and x.shape[1] == length else x
-
-    return map_tensors(args, begin), map_tensors(named, begin)

@@ -100,13 +100,6 @@ def test_a_given_number_of_items_is_of_all_ranks():
     assert torch.equal(found[0][1]["shift_labels"], IDS[:, :7])
 
 
-def test_a_curriculum_truncates_before_the_cut():
-    found, layout = parts(2, 1, Wants(), IDS, curriculum_seqlen=5)
-    assert layout.length == 5
-    assert [own["curriculum_seqlen"] for _, own in found] == [3, 2]
-    assert torch.equal(found[1][0][0], IDS[:, 3:5])
-
-
 def test_more_ranks_than_tokens_leave_some_without():
     found, _ = parts(2, 2, HUB, input_ids=IDS[:, :2], labels=IDS[:, :2])
     assert sorted(own["input_ids"].shape[1] for _, own in found) == [0, 0, 1, 1]
