@@ -28,7 +28,7 @@ ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a model has to be given beside its own tokens.
+    """Needs of a model beside its own tokens.
 
     Attributes:
         positions: `position_ids`, also if the batch has none.
@@ -45,7 +45,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a sequence is cut, and which part is this rank's: numbers of ranks, and the rank among all of them."""
+    """Numbers of ranks over which a sequence is cut, and the place of this rank among all of them."""
 
     ulysses: int
     ring: int
