@@ -17,7 +17,7 @@ from mpispeed.base.errors import ConfigError, DataError
 from mpispeed.compat import sequence_groups
 from mpispeed.compat.comm_groups import group_of
 from mpispeed.compat.sequence_groups import SequenceMpu
-from mpispeed.nn.hf_attention import NAME, adopt, register
+from mpispeed.nn.hf_attention import NAME, adopt, register_with_transformers
 from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, shifted, tensors
 from mpispeed.nn.sequence.handed import hand
 from mpispeed.nn.sequence.running import Running
@@ -60,7 +60,7 @@ class UlyssesSPAttentionHF:
                 msg = f"core_attn_implementation={kernel!r} does not work on parts of sequences; use {_KERNELS[0]!r}"
                 raise ConfigError(msg)
         mpu = sequence_groups.register(sequence_parallel_size)
-        register()
+        register_with_transformers()
         if isinstance(model_name_or_path, nn.Module) and sequence_parallel_size > 1:
             adopt(model_name_or_path)
         return mpu

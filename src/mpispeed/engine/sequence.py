@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,9 @@ class Sequence:
     def __init__(self, group: SequenceGroup, module: nn.Module, *, cuts: bool) -> None:
         """Watch the model's passes."""
         self.group, self.cuts_batches, self._is_handed = group, cuts, False
-        self._wants, self._name = wants_of(module), type(_named(module)).__name__
+        wants, self._name = wants_of(module), type(_named(module)).__name__
+        # transformers' models keep their own attention where nothing is cut, and read padding from the mask
+        self._wants = wants if group.size > 1 else replace(wants, mask=True)
         self._is_hub = _is_hub(_named(module))
         self._shape = Shape(group.ulysses.size, group.ring.size, group.rank)
         self._hooks = [module.register_forward_hook(self._ended)]

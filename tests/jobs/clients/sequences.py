@@ -170,7 +170,9 @@ def trained(place, folder, size, stage, start=None, **changes):
     trainer.train(resume_from_checkpoint=start)
     log = [row for row in trainer.state.log_history if "loss" in row]
     evaluated = trainer.evaluate(samples()[:2])["eval_loss"]
-    return {"losses": [row["loss"] for row in log], "weights": whole_sums(trainer.model_wrapped), "eval": evaluated}
+    found = {"losses": [row["loss"] for row in log], "weights": whole_sums(trainer.model_wrapped), "eval": evaluated}
+    trainer.model_wrapped.destroy()
+    return found
 
 
 def trainer(place, stage):

@@ -13,7 +13,7 @@ NAME = "mpispeed"
 """`attn_implementation` of transformers."""
 
 
-def register() -> None:
+def register_with_transformers() -> None:
     """Make `attn_implementation="mpispeed"` known to transformers, for `from_pretrained` and `set_attn_implementation`.
 
     Imports transformers.
@@ -43,7 +43,7 @@ def adopt(model: nn.Module) -> int:
         return 0
     from transformers import PreTrainedModel
 
-    register()
+    register_with_transformers()
     outermost = _outermost(model, PreTrainedModel)
     for part in outermost:
         _check(part)

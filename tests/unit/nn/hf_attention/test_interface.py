@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.nn.hf_attention import NAME, adopt, register
+from mpispeed.nn.hf_attention import NAME, adopt, register_with_transformers
 from mpispeed.nn.hf_attention.documents import of_mask, spans_of
 
 SIZES = {
@@ -26,7 +26,7 @@ ROWS, LENGTH = 3, 13
 
 @pytest.fixture(autouse=True, scope="module")
 def _known():
-    register()
+    register_with_transformers()
 
 
 def pair(kind, config):
