@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.nn.sparse import SparseAttentionUtils, SparseSelfAttention, sparsity_of
+from mpispeed.nn.sparse.layouts import PATTERNS
 from mpispeed.nn.sparse.utils import RESERVED, encoder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
+
+    from mpispeed.config.sparse import SparseAttention
+
+log = logging.getLogger(__name__)
 
 _KEY = "sparse_attention"
 
@@ -37,6 +43,8 @@ def transform(model: nn.Module, setup: Setup) -> None:
     of_heads(
         1 if not section.different_layout_per_head else section.num_different_global_patterns
     )  # says what is wrong
+    if setup.mesh.rank == 0:
+        _tell_unread(section)
     changed = _replace_encoders(model, of_heads)
     if changed and setup.mesh["sequence"].size > 1:
         msg = (
@@ -73,6 +81,14 @@ def _require_servable(setup: Setup) -> None:
                 f"{_KEY} needs {needed} of a layer on a rank, and {key} cuts them over {setup.mesh[axis].size}; use one"
             )
             raise ConfigError(msg)
+
+
+def _tell_unread(section: SparseAttention) -> None:
+    """Warn of keys that the mode does not read."""
+    read = {"mode", "block", "different_layout_per_head", *PATTERNS[section.mode][1]}
+    unread = sorted(section.model_fields_set - read)
+    if unread:
+        log.warning("%s.%s has no effect here: mode %s does not read it", _KEY, ", ".join(unread), section.mode)
 
 
 def _replace_encoders(model: nn.Module, of_heads: partial[Any]) -> bool:

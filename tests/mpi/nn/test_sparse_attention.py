@@ -24,7 +24,7 @@ def passed(module, tensors, **options):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "heads", "documents", "causal"), on_ranks(PATTERNS, (5, 8, 2), ("one", "padded"), (True, False))
+    ("pattern", "heads", "documents", "causal"), on_ranks(list(PATTERNS), (5, 8, 2), ("one", "padded"), (True, False))
 )
 def test_outputs_and_gradients_equal_one_process(comm, pattern, heads, documents, causal):
     length = 36
