@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base.errors import ConfigError
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.nn.sparse import SparseAttentionUtils, SparseSelfAttention, sparsity_of
+from mpispeed.nn.sparse.encoders import RESERVED, encoder_of
 from mpispeed.nn.sparse.layouts import PATTERNS
-from mpispeed.nn.sparse.utils import RESERVED, encoder_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

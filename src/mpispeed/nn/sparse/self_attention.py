@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UnfitValue, UnimplementedUse
+from mpispeed.mesh.comm import Comm
 from mpispeed.nn.attention import BlockList, attend_blocks
-from mpispeed.nn.sequence.running import current
+from mpispeed.nn.sequence.running import Running, current
 from mpispeed.nn.sparse.layouts import FixedSparsityConfig, SparsityConfig
 from mpispeed.nn.sparse.shared import attend_shared, require_servable
 
@@ -27,11 +28,8 @@ _lists: WeakValueDictionary[tuple[bytes, tuple[int, ...], int], BlockList] = Wea
 
 
 def list_of(layout: Tensor, block: int) -> BlockList:
-    """The list of a layout, [heads, blocks, blocks]; heads that are alike are one."""
-    layout = layout.bool()
-    if bool((layout == layout[:1]).all()):
-        layout = layout[:1]
-    layout = layout.contiguous()
+    """The list of a layout, [heads or 1, blocks, blocks]; equal layouts have one list."""
+    layout = layout.bool().contiguous()
     key = (hashlib.sha256(layout.numpy().tobytes()).digest(), tuple(layout.shape), block)
     found = _lists.get(key)
     if found is None:
@@ -142,8 +140,9 @@ class SparseSelfAttention(nn.Module):
         own = (0, heads) if own is None else own
         if (length, own) not in self._blocks:
             layout = self.get_layout(length)
-            if own != (0, heads):
-                layout = layout.expand(max(len(layout), heads), -1, -1) if len(layout) == 1 else layout
+            if bool((layout == layout[:1]).all()):
+                layout = layout[:1]
+            elif own != (0, heads):
                 layout = layout[slice(*own)]
             self._blocks[length, own] = list_of(layout, self.sparsity_config.block)
         return self._blocks[length, own]
@@ -191,14 +190,7 @@ class SparseSelfAttention(nn.Module):
         running = current()
         if running is not None and running.group is not None and running.group.size > 1:
             require_servable(running, rpe, key_padding_mask, attn_mask)
-            heads, length = query.shape[1], running.layout.length
-            self.get_layout(length)
-
-            def of_own(q: Tensor, k: Tensor, v: Tensor, own: tuple[int, int], key_mask: Tensor | None) -> Tensor:
-                blocks = self.blocks_of(length, heads, own)
-                return attend_blocks(q, k, v, blocks, key_mask=key_mask, is_causal=is_causal)
-
-            return attend_shared(query, key, value, running, running.group.ulysses, of_own)
+            return self._shared(query, key, value, running, running.group.ulysses, is_causal=is_causal)
         blocks = self.blocks_of(query.shape[2], query.shape[1])
         dtype = query.dtype if query.dtype == torch.float64 else torch.float32
         key_mask = mask = None
@@ -210,6 +202,19 @@ class SparseSelfAttention(nn.Module):
             rpe = rpe.detach().to(dtype)
             mask = rpe if mask is None else mask + rpe
         return attend_blocks(query, key, value, blocks, mask=mask, key_mask=key_mask, is_causal=is_causal)
+
+    def _shared(
+        self, query: Tensor, key: Tensor, value: Tensor, running: Running, comm: Comm, *, is_causal: bool
+    ) -> Tensor:
+        """Attention of a sequence that ranks share. Collective over: the ranks of `comm`."""
+        heads, length = query.shape[1], running.layout.length
+        self.pattern_for(heads)
+        self.get_layout(length)  # refused before anything is sent
+
+        def of_own(q: Tensor, k: Tensor, v: Tensor, own: tuple[int, int], key_mask: Tensor | None) -> Tensor:
+            return attend_blocks(q, k, v, self.blocks_of(length, heads, own), key_mask=key_mask, is_causal=is_causal)
+
+        return attend_shared(query, key, value, running, comm, of_own)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the layout that DeepSpeed's module keeps as a buffer."""
