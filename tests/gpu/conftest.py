@@ -12,6 +12,8 @@ IGNORED = (
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     # Once in a process, when the first call of autograd's thread is a product of matrices; so with torch alone.
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
+    # Once in a process, when a test asks torch to say where the host waits.
+    "ignore:Synchronization debug mode is a prototype feature:UserWarning",
 )
 """Warnings about torch's own affairs; all others are errors here too."""
 

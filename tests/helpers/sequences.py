@@ -55,8 +55,13 @@ def dense(tensors: list[torch.Tensor], causal: bool, spans: Any, scale: float | 
 
 
 def running_of(comm: Any, kind: str, length: int, spans: Any = None, *, causal: bool = True) -> Running:
-    """The cut of this rank. Collective over: the group."""
+    """The cut of this rank; a pure ring is the group itself, with its progress thread if it has one.
+
+    Collective over: the group.
+    """
     group = SequenceGroup.split(comm, ring_size(kind, comm.size))
+    if kind == "ring":
+        group = SequenceGroup(comm, group.ulysses, comm)
     return Running(group, Layout(length, group.ulysses.size, group.ring.size, spans), causal)
 
 

@@ -1,4 +1,6 @@
-"""Runs the cases of all client libraries one after the other in one job: clients_worker.py FOLDER.
+"""Runs the cases of client libraries one after the other in one job: clients_worker.py FOLDER [sequences].
+
+With "sequences" those of ranks that share sequences, else all others.
 
 Of each case a rank writes FOLDER/RANKS/NUMBER-RANK.json: name, seconds, what it found, traceback of a failure. Needs
 `--as-deepspeed`.
@@ -13,7 +15,7 @@ import traceback
 from pathlib import Path
 
 import mpispeed
-from tests.jobs.clients import accelerate_loops, launched_loop, trainers, trl_trainers
+from tests.jobs.clients import accelerate_loops, launched_loop, sequences, trainers, trl_trainers
 from tests.jobs.clients.clean import clean_state
 from tests.jobs.clients.place import Place
 
@@ -26,10 +28,10 @@ GRACE_SECONDS = 30
 CLIENTS = (trainers, accelerate_loops, launched_loop, trl_trainers)
 
 
-def cases_of(place):
+def cases_of(place, shares_sequences):
     """Name -> case, of all clients."""
-    clients = list(CLIENTS)
-    if place.ranks > 1:  # one rank has no case of Lightning, whose import takes a second
+    clients = [sequences] if shares_sequences else list(CLIENTS)
+    if place.ranks > 1 and not shares_sequences:  # one rank has no case of Lightning, whose import takes a second
         from tests.jobs.clients import lightning_trainers
 
         clients.append(lightning_trainers)
@@ -63,12 +65,12 @@ def meet(files, has_failed):
         time.sleep(0.002)
 
 
-def main(folder):
+def main(folder, *kinds):
     world = mpispeed.init_distributed()
     place = Place(folder, world.size)
     results = folder / str(world.size)
     results.mkdir(exist_ok=True)
-    for number, (name, case) in enumerate(cases_of(place).items()):
+    for number, (name, case) in enumerate(cases_of(place, "sequences" in kinds).items()):
         files = [results / f"{number:02}-{rank}.json" for rank in range(world.size)]
         mine = files[world.rank]
         with mine.with_suffix(".stacks").open("w") as stacks:
@@ -83,4 +85,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

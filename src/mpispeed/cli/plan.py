@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ import click
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes, format_count, parse_count
+from mpispeed.cli.plan_activations import activation_rows, as_values, longest_sentence
 from mpispeed.cli.plan_schedule import refuse_unused, schedule_options, show
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ class Count(click.ParamType):
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes they run on.")
 @click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
 @click.option("--activations", type=Count(), default=0, help="Bytes each rank needs besides, such as activations.")
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sample, to count rows to experts.")
+@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sample, to count activations.")
+@click.option("--longest-sequence", "is_longest", is_flag=True, help="Find the longest sample that fits.")
 @click.option("--memory", type=Count(), help="Bytes of a node to compare with; default: what this machine has left.")
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -73,6 +76,7 @@ def plan(
     zero_init: bool,
     activations: int,
     sequence_length: int | None,
+    is_longest: bool,
     memory: int | None,
     schedule: str | None,
     as_json: bool,
@@ -99,7 +103,7 @@ def plan(
         model = make_model(target, model_args, params, largest_layer)
         config = read_config(file)
         setup = Setup(config, ranks, nodes, zero_init, activations, sequence_length or 0)
-        answer, is_go = _answer(setup, model, memory, as_json=as_json)
+        answer, is_go = _answer(setup, model, memory, is_longest=is_longest, as_json=as_json)
     except MpispeedError as error:
         if as_json:
             click.echo(json.dumps({"ok": False, "error": str(error)}))
@@ -109,13 +113,20 @@ def plan(
     sys.exit(0 if is_go else 1)
 
 
-def _answer(setup: Setup, model: Source, memory: int | None, *, as_json: bool) -> tuple[str, bool]:
+def _answer(setup: Setup, model: Source, memory: int | None, *, is_longest: bool, as_json: bool) -> tuple[str, bool]:
     from mpispeed.base.cgroups import Limit, machine_limits
+    from mpispeed.engine.estimate.feasibility import longest_sequence
+    from mpispeed.engine.estimate.stages import built_once
 
     limits = machine_limits() if memory is None else [Limit("--memory", memory)]
+    model = built_once(setup.config, model, setup.ranks)
+    longest = None
+    if is_longest and limits:
+        longest = longest_sequence(setup, model, None, limits)
+        setup = setup if setup.sequence_length or not longest else replace(setup, sequence_length=longest)
     resolved, stages, verdict = forecast(setup, model, limits)
     write = _as_json if as_json else _as_text
-    return write(setup, resolved, stages, verdict), verdict.is_go
+    return write(setup, resolved, stages, verdict, longest), verdict.is_go
 
 
 def forecast(setup: Setup, model: Source, limits: list[Limit]) -> tuple[Plan, Sequence[RankBudget], Verdict]:
@@ -310,7 +321,7 @@ def _tier(resolved: Plan, attribute: str, tier: str) -> str:
     return words
 
 
-def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
+def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict, longest: int | None) -> str:
     from mpispeed.engine.estimate.feasibility import largest, train_bytes
     from mpispeed.engine.estimate.stages import by_axes, open_points
 
@@ -350,6 +361,8 @@ def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
             for one in stages
         ],
         "not_exact": open_points(resolved, most),
+        "activations": as_values(most.activations),
+        "longest_sequence": longest,
         "phases": [
             {"name": phase.name, "when": phase.when, "bytes": phase.bytes, "sent": _rows(phase.sent)}
             for phase in budget.phases
@@ -391,7 +404,7 @@ def _of_stages(stages: Sequence[RankBudget]) -> str:
     return columns(("pipeline stage", "parameters of a rank", "training", "while built", "sent in a step"), rows)
 
 
-def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict) -> str:
+def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict: Verdict, longest: int | None) -> str:
     from mpispeed.engine.estimate.feasibility import largest, train_bytes
     from mpispeed.engine.estimate.stages import by_axes, open_points
 
@@ -407,6 +420,7 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     held.append(("sum in memory" if budget.file_bytes else "sum", "", format_bytes(in_memory)))
     if setup.extra_bytes:
         held.append(("besides (--activations)", "host", format_bytes(setup.extra_bytes)))
+    held += activation_rows(most.activations)
     held.append(("most while the model is built", "host", format_bytes(budget.build_bytes)))
     if budget.file_bytes:
         held.append(("swap files of a rank", "nvme", format_bytes(budget.file_bytes)))
@@ -430,7 +444,9 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     ]
     if not verdict.is_go:
         parts.append(f"would fit: {verdict.change}" if verdict.change else "no change that was tried would fit")
-    if not setup.extra_bytes and train_bytes(budget):
+    if longest is not None:
+        parts.append(longest_sentence(resolved, longest))
+    if not setup.extra_bytes and most.activations is None and train_bytes(budget):
         parts.append("not counted: activations (--activations), and what Python, torch and MPI need by themselves")
     parts += open_points(resolved, most)
     return "\n\n".join([*tables, "\n".join(parts)])

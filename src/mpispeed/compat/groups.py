@@ -6,7 +6,6 @@ share sequences are further ones.
 
 from __future__ import annotations
 
-from mpispeed.base.errors import UsageError
 from mpispeed.compat.comm_groups import current_world
 from mpispeed.engine.ownership import newest_mesh
 from mpispeed.mesh.comm import Comm
@@ -67,22 +66,6 @@ def get_pipe_parallel_rank() -> int:
     """Which stage this rank has."""
     mesh = newest_mesh()
     return 0 if mesh is None else mesh["pipe"].rank
-
-
-def _get_sequence_parallel_group() -> Comm:
-    """Ranks that share each sequence.
-
-    Raises:
-        UsageError: there is no engine yet.
-    """
-    mesh = newest_mesh()
-    if mesh is None:
-        msg = (
-            "there are no groups of ranks that share sequences before mpispeed.initialize() has made an engine; set "
-            "sequence_parallel_size in its config, and ask afterwards"
-        )
-        raise UsageError(msg)
-    return mesh["sequence"]
 
 
 def _get_sequence_parallel_world_size() -> int:

@@ -19,7 +19,7 @@ _LEAVES = "get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf
 # DeepSpeed's own libraries call them with an underscore
 _GROUPS = (
     " ".join(f"_get_{axis}_parallel_{what}" for axis in ("data", "model") for what in ("group", "rank", "world_size"))
-    + " _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+    + " _get_sequence_parallel_rank _get_sequence_parallel_world_size"
     " _get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size"
 )
 _SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR VALID_LR_SCHEDULES add_tuning_arguments"
@@ -225,6 +225,11 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.zero.tiling": {"mpispeed.zero": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {"mpispeed.zero": "ZeRORuntimeException"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "mpispeed.compat.ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    },
+    "sequence.layer": {"mpispeed.compat.sequence_layer": "DistributedAttention"},
+    "sequence.cross_entropy": {"mpispeed.nn.sequence.loss": "vocab_sequence_parallel_cross_entropy"},
     "utils": {
         "mpispeed.zero": f"{_SAFE} {_LEAVES} safe_update_full_grad_vectorized",
         "mpispeed.data": "RepeatingLoader",
@@ -233,7 +238,10 @@ SERVED: dict[str, dict[str, str]] = {
         **_LOGGER,
     },
     "utils.init_on_device": {"mpispeed": "OnDevice"},
-    "utils.groups": {"mpispeed.compat.groups": f"* {_GROUPS}"},
+    "utils.groups": {
+        "mpispeed.compat.groups": f"* {_GROUPS}",
+        "mpispeed.compat.sequence_groups": "_get_sequence_parallel_group",
+    },
     "utils.logging": _LOGGER,
     "utils.tensor_fragment": {"mpispeed.zero": _SAFE},
     "utils.z3_leaf_module": {"mpispeed.zero": _LEAVES},
@@ -252,13 +260,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject": "replace_transformer_layer revert_transformer_layer",
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
-    },
-    "sequence parallelism": {
-        "sequence": "",
-        "sequence.layer": "DistributedAttention",
-        "sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
-        "runtime.sequence_parallel": "",
-        "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
     "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
 }

@@ -8,7 +8,7 @@ from mpispeed.config.section import Positive, Section
 
 
 class SequenceParallel(Section):
-    """How sequences are cut over `sequence_parallel_size` ranks."""
+    """Sequences cut over `sequence_parallel_size` ranks."""
 
     ring_size: Positive = Field(
         1,

@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.curriculum.schedule import CurriculumScheduler
+from mpispeed.curriculum.truncation import truncate
 from mpispeed.engine.hooks import Context, Hooks
 from mpispeed.pipe.module import PipelineModule
 
@@ -104,6 +105,7 @@ class Growth:
             {**config, "schedule_config": numbers}, warns=context.mesh.rank == 0 and section.schedule_type == "custom"
         )
         self._gives_length = self.name == SEQLEN and not isinstance(context.module, PipelineModule)
+        self._cuts = self._gives_length and context.mesh["sequence"].size > 1
 
     def update(self) -> None:
         """Go to the step that is under way. Local."""
@@ -113,12 +115,17 @@ class Growth:
             log.info("curriculum_learning: %s %d from step %d on", self.name, now, step)
 
     def batch(self, inputs: Any, is_training: bool) -> Any:
-        """The inputs of a forward pass; in training with the length, where the difficulty is one."""
+        """The inputs of a forward pass; in training with the length, where the difficulty is one.
+
+        Where ranks share sequences the inputs are shortened here, before each rank gets its part of them.
+        """
         if not is_training or isinstance(self._context.module, PipelineModule):
             return inputs
         self.update()
         if not self._gives_length:
             return inputs
+        if self._cuts:
+            return truncate(inputs, self.scheduler.get_current_difficulty())
         args, kwargs = inputs
         return args, {**kwargs, KEYWORD: self.scheduler.get_current_difficulty()}
 
@@ -129,7 +136,7 @@ class Growth:
 
     def warn(self) -> None:
         """Warn of a model that cannot take the length."""
-        if self._gives_length and not _takes(self._context.module):
+        if self._gives_length and not self._cuts and not _takes(self._context.module):
             log.warning(
                 "curriculum_learning passes %s=LENGTH to the model in training, and forward of %s has no such argument "
                 "which is a TypeError then; add the argument, and cut the inputs to that length there",
@@ -149,11 +156,19 @@ def attach(context: Context) -> Hooks:
     """Grow the difficulty, if the config says so; and offer the list of all schedules.
 
     Raises:
-        ConfigError: the section does not hold together.
+        ConfigError: the section does not hold together; or sequences would have to be shortened that a script has cut.
     """
-    curricula = Curricula()
-    if not context.plan.config.curriculum_learning.enabled:
+    curricula, config = Curricula(), context.plan.config
+    if not config.curriculum_learning.enabled:
         return Hooks(published={"curricula": curricula})
+    is_of_length, size = config.curriculum_learning.curriculum_type == SEQLEN, context.mesh["sequence"].size
+    if is_of_length and size > 1 and not config.sequence_parallel.cuts_batches:
+        msg = (
+            f"curriculum_learning shortens whole sequences, of which {size} ranks have parts that the script has cut, "
+            "as sequence_parallel.cuts_batches is false; set it to true, or disable curriculum_learning and shorten "
+            "them before the cut (mpispeed.curriculum.truncate)"
+        )
+        raise ConfigError(msg)
     growth = Growth(context)
     curricula.add(growth.name, growth.scheduler)
     if context.mesh.rank == 0:

@@ -67,7 +67,7 @@ BUILT_IN = (
     Feature("curriculum_learning", curriculum.attach),
     Feature("data_sampling", sampling.attach),
     Feature("data_loader", data_loading.attach, section=DataLoader, is_of_data=True),
-    Feature("sequence", sequence.attach),
+    Feature("sequence", sequence.attach, transform=sequence.transform),
     Feature("trace", tracing.attach, section=Trace),
     Feature("drills", drills.attach),
     Feature("walltime", preemption.attach, section=Walltime),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError, PipelineError, ScheduleError, UnimplementedUse, UsageError
+from mpispeed.base.events import Event
 from mpispeed.base.split_grads import split
 from mpispeed.data.loader import RepeatingLoader
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -89,6 +90,9 @@ class PipelineEngine(Engine):
         if function is recompute and activation_checkpointing.is_configured():
             function = activation_checkpointing.checkpoint
         interval = config.activation_checkpoint_interval or model.activation_checkpoint_interval
+        if mesh["sequence"].size > 1:
+            model.grid.share_sequences(mesh)
+            parts.bus.subscribe(Event.CLOSE, lambda _: model.grid.share_sequences(None))
         self._restore_recomputation = model.set_activation_checkpointing(interval, function)
         if mesh.rank == 0:
             for row in describe_pipeline(parts, schedule, name):

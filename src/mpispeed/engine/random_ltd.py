@@ -29,10 +29,17 @@ def attach(context: Context) -> Hooks | None:
     Collective over: the pipeline stages, if layers were converted before `initialize`.
 
     Raises:
-        ConfigError: the numbers of layers that were converted do not fit.
+        ConfigError: the numbers of layers that were converted do not fit, or ranks share sequences.
     """
     if not context.plan.config.data_efficiency.routes_tokens:
         return None
+    sharing = context.mesh["sequence"].size
+    if sharing > 1:
+        msg = (
+            f"data_efficiency.data_routing.random_ltd chooses tokens of whole samples, and {sharing} ranks share each "
+            "sequence; disable it, or set sequence_parallel_size to 1"
+        )
+        raise ConfigError(msg)
     dropping = TokenDropping(context)
     passes: Passes = context.parts.passes
     passes.is_watched = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +12,28 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
-from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.hooks import Context, Hooks, Setup
+from mpispeed.nn.hf_attention import adopt
 from mpispeed.nn.sequence import running
 from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
 from mpispeed.nn.sequence.group import SequenceGroup
+from mpispeed.nn.sequence.handed import handed
 from mpispeed.nn.sequence.layout import Layout
 from mpispeed.nn.sequence.running import Running
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
     from mpispeed.mesh.mesh import Mesh
+
+
+def transform(model: nn.Module, setup: Setup) -> None:
+    """Give transformers' models the attention that works on parts of sequences, where sequences are cut. Local.
+
+    Raises:
+        ConfigError: a model computes its attention beside the interface, or carries a state along the sequence.
+    """
+    if setup.mesh["sequence"].size > 1:
+        adopt(model)
 
 
 def attach(context: Context) -> Hooks | None:
@@ -36,11 +48,12 @@ def attach(context: Context) -> Hooks | None:
     if context.mesh["sequence"].size == 1 and "sequence_parallel" not in config.model_fields_set:
         return None
     group = group_of(context.mesh)
+    cuts = config.sequence_parallel.cuts_batches and getattr(context.given.mpu, "cuts_batches", True)
     if isinstance(context.module, PipelineModule):
-        stage = PipelineSequence(group, cuts=config.sequence_parallel.cuts_batches)
+        stage = PipelineSequence(group, cuts=cuts)
         context.bus.subscribe(Event.CLOSE, lambda _: running.set_running(None))
         return Hooks(batch=stage.batch, chunk=stage.begin, published={"sequence": stage})
-    sequence = Sequence(group, context.module, cuts=config.sequence_parallel.cuts_batches)
+    sequence = Sequence(group, context.module, cuts=cuts)
     context.bus.subscribe(Event.CLOSE, lambda _: sequence.end())
     return Hooks(batch=sequence.batch, published={"sequence": sequence})
 
@@ -61,11 +74,11 @@ class Sequence:
 
     def __init__(self, group: SequenceGroup, module: nn.Module, *, cuts: bool) -> None:
         """Watch the model's passes."""
-        self.group, self.cuts_batches = group, cuts
+        self.group, self.cuts_batches, self._is_handed = group, cuts, False
         self._wants, self._name = wants_of(module), type(_named(module)).__name__
         self._is_hub = _is_hub(_named(module))
         self._shape = Shape(group.ulysses.size, group.ring.size, group.rank)
-        self._hooks = [module.register_forward_hook(lambda _module, _inputs, outputs: running.mark(outputs))]
+        self._hooks = [module.register_forward_hook(self._ended)]
 
     def batch(self, inputs: Any, is_training: bool) -> Any:
         """This rank's part of the inputs of a forward pass, which begins the pass for attention.
@@ -75,9 +88,10 @@ class Sequence:
         Raises:
             UsageError: on all ranks of the sequence, if one cannot cut its batch, or has another one.
         """
-        if not self.cuts_batches:
-            return inputs
         args, kwargs = inputs
+        if not self.cuts_batches:
+            self._take_cut(tensors((args, kwargs)), is_training)
+            return inputs
         problem, found = "", None
         try:
             self._check(kwargs)
@@ -90,6 +104,29 @@ class Sequence:
         args, kwargs, layout = found
         running.set_running(Running(self.group, layout))
         return args, kwargs
+
+    def _ended(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Mark the pass. Where a loader cuts batches, it is over: Trainers evaluate whole ones by the bare model."""
+        running.mark(outputs)
+        if self._is_handed:
+            running.set_running(None)
+
+    def _take_cut(self, inputs: Iterable[torch.Tensor], is_training: bool) -> None:
+        """Begin the pass of a batch that a loader has cut; without one it is what the script has said.
+
+        Batches to evaluate that nobody has cut are whole sequences.
+        """
+        found = handed(inputs)
+        if found is not None or self._is_handed:
+            running.set_running(found)
+        self._is_handed = found is not None
+        if self._is_hub and is_training and self.group.size > 1 and running.current() is None:
+            msg = (
+                f"nobody has told how the batch is cut over the {self.group.size} ranks of its sequence: take it from "
+                "a UlyssesSPDataLoaderAdapter, run forward in mpispeed.sequence.use, or leave it whole and set "
+                "sequence_parallel.cuts_batches to true"
+            )
+            raise UsageError(msg)
 
     def end(self) -> None:
         """Leave the model; it may go on without the engine."""

@@ -22,6 +22,12 @@ class _Positions:
     """Rank, size and group of this process along the axes of `mesh`. Groups were made with the mesh."""
 
     mesh: Mesh
+    _sharing: Mesh | None = None
+
+    @property
+    def _samples(self) -> tuple[Mesh, str]:
+        """The axis of ranks with samples of their own."""
+        return (self.mesh, "data") if self._sharing is None else (self._sharing, "batch")
 
     def get_global_rank(self) -> int:
         """World rank of this process."""
@@ -40,16 +46,18 @@ class _Positions:
         return self.mesh["pipe"]
 
     def get_data_parallel_rank(self) -> int:
-        """Position among the ranks with the same stage and slice."""
-        return self.mesh.index("data")
+        """Position among the ranks with the same stage and slice, and the same part of sequences."""
+        mesh, axis = self._samples
+        return mesh.index(axis)
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.mesh["data"].size
+        """Number of ranks, or of groups that share sequences, with samples of their own."""
+        return self.get_data_parallel_group().size
 
     def get_data_parallel_group(self) -> Comm:
-        """The ranks with the same stage and slice."""
-        return self.mesh["data"]
+        """The ranks with the same stage and slice, and the same part of sequences."""
+        mesh, axis = self._samples
+        return mesh[axis]
 
     def get_model_parallel_rank(self) -> int:
         """Position among all ranks with the same data coordinate: stages and slices."""
@@ -139,13 +147,25 @@ class PipelineParallelGrid(_Positions):
         # Axes of size 1 number no ranks anew, and `mesh["model"]` needs no question before it.
         self.mesh = Mesh(Topology({**chosen, **{axis: 1 for axis in AXES if axis not in chosen}}), world)
         self._stage_groups: dict[tuple[int, ...], Comm] = {}
-        self.stage_id, self.data_parallel_id = self.mesh.index("pipe"), self.mesh.index("data")
-        stages = self.mesh["pipe"].size
+        self.stage_id, stages = self.mesh.index("pipe"), self.mesh["pipe"].size
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == stages - 1
-        self.pipe_parallel_size, self.data_parallel_size = stages, self.mesh["data"].size
+        self.pipe_parallel_size = stages
         self.model_parallel_size = self.slice_parallel_size = self.mesh["model"].size
-        self.pp_group, self.dp_group = list(self.mesh["pipe"].ranks), list(self.mesh["data"].ranks)
+        self.pp_group = list(self.mesh["pipe"].ranks)
+        self.share_sequences(None)
         self.slice_group = list(self.mesh["model"].ranks)
+
+    def share_sequences(self, mesh: Mesh | None) -> None:
+        """Count data-parallel ranks without those that share sequences, by the mesh of an engine; None: all.
+
+        Local, on all ranks alike; the engine calls it, for as long as it lasts.
+        """
+        self._sharing = mesh
+        self.data_parallel_id, self.data_parallel_size = (
+            self.get_data_parallel_rank(),
+            self.get_data_parallel_world_size(),
+        )
+        self.dp_group = list(self.get_data_parallel_group().ranks)
 
     @cached_property
     def p2p_groups(self) -> list[list[int]]:

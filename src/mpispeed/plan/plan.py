@@ -234,13 +234,6 @@ def make_plan(
     sequence = SequenceAxis(size, config.sequence_parallel.ring_size)
     data, ranks = axes["data"], _batch_ranks(config, axes, sequence)
     zero = config.zero_optimization
-    policy = resolve(
-        fp16_enabled=config.fp16.enabled,
-        bf16_enabled=config.bf16.enabled,
-        grad_accum_dtype=config.data_types.grad_accum_dtype,
-        communication_data_type=_wire(config, sequence),
-        model_dtype=model_dtype,
-    )
     optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
     _check_device(config, device)
     name = ((optimizer.type if optimizer else "") or "").lower() if optimizer_kind is None else optimizer_kind
@@ -261,7 +254,7 @@ def make_plan(
             ).with_sequence(sequence),
             data_per_node=node,
         ),
-        policy=policy,
+        policy=_policy(config, sequence, model_dtype),
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
@@ -272,6 +265,16 @@ def make_plan(
         optimizer_name=optimizer.type if optimizer else None,
         optimizer_params=dict(optimizer.params) if optimizer else {},
         device=device,
+    )
+
+
+def _policy(config: Config, sequence: SequenceAxis, model_dtype: torch.dtype) -> Policy:
+    return resolve(
+        fp16_enabled=config.fp16.enabled,
+        bf16_enabled=config.bf16.enabled,
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=_wire(config, sequence),
+        model_dtype=model_dtype,
     )
 
 

@@ -4,6 +4,7 @@ The model looks at each token alone, so that no attention is needed.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 import mpispeed
 from mpispeed.base.errors import ConfigError, TopologyError
-from mpispeed.compat import groups
+from mpispeed.compat import groups, sequence_groups
+from mpispeed.pipe import PipelineModule
 from tests.helpers.covering import on_ranks
 from tests.zoo import same_bits
 from tests.zoo.training import config, start, train_plain
@@ -163,7 +165,8 @@ def test_groups_by_name(comm):
     assert list(engine.get_sequence_parallel_group().ranks) == [2 * half, 2 * half + 1]
     assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, half)
     assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (2, place)
-    assert list(groups._get_sequence_parallel_group().ranks) == [2 * half, 2 * half + 1]
+    shared = sequence_groups._get_sequence_parallel_group()
+    assert mpispeed.comm.get_all_ranks_from_group(shared) == [2 * half, 2 * half + 1]
     assert groups._get_sequence_data_parallel_world_size() == 4
     assert groups._get_sequence_data_parallel_rank() == comm.rank
     engine.destroy()
@@ -183,6 +186,71 @@ def test_a_pair_of_sizes_may_be_given_instead_of_keys():
     ):
         with pytest.raises(error, match=text):
             start(settings(2), TokenWise(), mesh_param=pair)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_pipelines(comm, stage):
+    """Stages of two ranks; what is left shares sequences."""
+    size = comm.size // 2
+    torch.manual_seed(5)
+    whole = TokenWise()
+    model = PipelineModule(
+        list(copy.deepcopy(whole).layers),
+        num_stages=2,
+        loss_fn=lambda out, y: nn.functional.mse_loss(out, y, reduction="sum") * size / (BATCH // 2 * LENGTH * WIDTH),
+    )
+    engine = start(settings(size, stage, 2), model)
+    assert (model.grid.get_data_parallel_world_size(), model.grid.data_parallel_size) == (1, 1)
+    assert model.grid.get_data_parallel_rank() == model.grid.data_parallel_id == 0
+    assert model.grid.dp_group == list(engine.data_parallel_group.ranks) == [comm.rank]
+    x, y = token_data().tensors
+    sequence, losses = engine.mpispeed.parts.mesh["sequence"], []
+    parts = zip(*(each.tensor_split(size, dim=1)[sequence.rank].split(BATCH // 2) for each in (x, y)), strict=True)
+    losses = [float(engine.train_batch(parts)) for _ in range(STEPS)]
+    torch.testing.assert_close(losses, plain()[1].losses, rtol=1e-5, atol=0)
+    engine.destroy()
+    assert model.grid.get_data_parallel_world_size() == model.grid.data_parallel_size == size
+
+
+@pytest.mark.ranks(2)
+def test_lengths_that_grow_and_tokens_that_are_dropped():
+    growth = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": 6,
+              "schedule_type": "fixed_discrete",
+              "schedule_config": {"difficulty": [4, 6], "max_step": [1]}}  # fmt: skip
+    with pytest.raises(ConfigError, match="shortens whole sequences, of which 2 ranks have parts"):
+        start(settings(2, 1, curriculum_learning=growth), TokenWise())
+    model, seen = TokenWise(), []
+    model.layers.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
+    given = settings(2, 1, curriculum_learning=growth, sequence_parallel={"ring_size": 1})
+    engine = start(given, model, training_data=token_data())
+    for x, y in itertools.islice(engine.training_dataloader, 2):
+        engine.backward(engine(x, y))
+        engine.step()
+    lengths = torch.tensor(seen)
+    engine.mpispeed.parts.mesh["sequence"].all_reduce(lengths)
+    assert lengths.tolist() == [4, 6]  # of 7
+    engine.destroy()
+    ltd = {"enabled": True, "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0],
+           "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": {
+               "min_value": 2, "max_value": 4, "schedule_type": "fixed_linear",
+               "schedule_config": {"require_steps": 2, "seq_per_step": 1}}}  # fmt: skip
+    routed = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}}
+    with pytest.raises(ConfigError, match="chooses tokens of whole samples, and 2 ranks share each sequence"):
+        start(settings(2, 1, **routed), TokenWise())
+
+
+@pytest.mark.ranks(4)
+def test_elastic_runs_count_ranks_that_share_samples(comm):
+    section = {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [2, 6], "version": 0.2}
+    given = settings(2, 1)
+    del given["train_batch_size"], given["gradient_accumulation_steps"]
+    with pytest.raises(ConfigError, match="model_parallel_size is 1, and 2 of 4 ranks share each sample"):
+        start(given | {"elasticity": section}, TokenWise())
+    section |= {"model_parallel_size": 2, "num_gpus_per_node": 2}
+    engine = start(given | {"elasticity": section}, TokenWise())
+    assert engine.get_batch_info() == (BATCH, 6, 1)
+    engine.destroy()
 
 
 @pytest.mark.ranks(3)

@@ -67,6 +67,7 @@ def test_a_ring_rank_holds_what_its_own_tokens_need(comm):
             out.backward(grad.detach())
         peaks[own] = living.peak
     token = helpers.ROWS * helpers.WIDTH * 4  # bytes of a head
-    # out, dq in fp32, its own cast and parts of the kernel: 8 of 4 heads; 8 blocks of keys and values of 2 heads
-    assert peaks[128] <= 128 * token * (8 * 4 + 8 * 4)
+    # in heads of own tokens: output and sums 9, gradients of q 8, two blocks 8, sums for k and v (own, adding,
+    # arriving, leaving) 16; less than two for one block's results of the kernel. Nothing of it is there for each place.
+    assert peaks[128] <= 40 * 128 * token
     assert peaks[128] <= 2.01 * peaks[64]

@@ -146,8 +146,8 @@ def test_an_unknown_module_is_no_module():
 
 
 def test_a_name_that_is_missing_is_no_other_attribute_error():
-    with pytest.raises(Unserved, match="belongs to sequence parallelism"):
-        lookup("mpispeed", "sequence.layer", "DistributedAttention")
+    with pytest.raises(Unserved, match="belongs to the hybrid engine"):
+        lookup("mpispeed", "runtime.hybrid_engine", "DeepSpeedHybridEngine")
 
 
 def test_packages_of_modules_are_modules():
@@ -281,9 +281,9 @@ def test_a_path_for_programs_that_start_others_finds_names_and_command():
 
 def test_the_command_lists_names():
     assert "runtime.zero.config" in child("-m", "mpispeed", "compat", "names").stdout.splitlines()
-    rows_of = child("-m", "mpispeed", "compat", "names", "deepspeed.sequence.layer").stdout
-    assert "DistributedAttention" in rows_of
-    assert "belongs to sequence parallelism" in rows_of
+    rows_of = child("-m", "mpispeed", "compat", "names", "deepspeed.runtime.hybrid_engine").stdout
+    assert "DeepSpeedHybridEngine" in rows_of
+    assert "belongs to the hybrid engine" in rows_of
     assert "there is no module" in child("-m", "mpispeed", "compat", "names", "runtime.nothing", code=2).stderr
 
 

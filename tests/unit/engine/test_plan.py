@@ -132,6 +132,20 @@ def test_sizes_that_do_not_fit_the_sequence_axis_are_refused(settings, told):
         plan_of(6, **settings).topology()
 
 
+def test_gradients_of_cut_sequences_travel_in_a_format_of_their_own():
+    def wire(sequence=2, **settings):
+        plan = plan_of(4, sequence_parallel_size=sequence, **settings)
+        return plan.policy.communicate, plan.is_wire_set
+
+    low = {"bf16": {"enabled": True}}
+    assert wire(**low) == (torch.float32, True)
+    assert wire(1, **low) == (torch.bfloat16, True)
+    assert wire(**low, seq_parallel_comm_data_type="fp16") == (torch.float16, True)
+    assert wire(**low, communication_data_type="bf16") == (torch.bfloat16, True)
+    assert wire() == (torch.float32, False)
+    assert wire(seq_parallel_comm_data_type="bf16") == (torch.bfloat16, True)
+
+
 def test_what_is_cut_grows_with_the_stage():
     cut = {stage: sum(not p.is_replicated for p in (s.param, s.grad, s.master)) for stage, s in STATES_BY_STAGE.items()}
     assert cut == {0: 0, 1: 1, 2: 2, 3: 3}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from mpispeed.base.units import format_bytes
 from mpispeed.config.checks import find_conflicts
 from mpispeed.config.offload import OffloadOptimizer
 from mpispeed.engine.estimate.host_budget import check_host_budget
-from mpispeed.engine.estimate.stages import RankBudget, Source, examine_stages
+from mpispeed.engine.estimate.stages import RankBudget, Source, activations_at, examine_stages
 from mpispeed.store.placement import Tier
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 MOST_DOUBLINGS = 10
 """Doublings of the number of nodes before the search for a change gives up."""
+
+STEP_TOKENS, MOST_STEPS = 64, 2**24
+"""Steps of the search for the longest sequence, and their number before it gives up: 2**30 tokens."""
+
+EVEN_TRIES = 12
+"""Lengths that a line through the last two chooses, before the search halves what is left."""
 
 
 # -- the need --------------------------------------------------------------------------------------------------------
@@ -38,8 +45,8 @@ class Setup:
         ranks: number of ranks.
         nodes: number of nodes.
         is_init_sharded: the model is built inside zero.Init, so that no rank ever holds all of it.
-        extra_bytes: further need of each rank, such as activations.
-        sequence_length: tokens of a sample, for rows to experts; 0: unknown.
+        extra_bytes: further need of each rank, such as activations; 0: those that are counted.
+        sequence_length: tokens of a sample, for activations and rows to experts; 0: unknown.
     """
 
     config: Config
@@ -97,7 +104,7 @@ def examine(setup: Setup, source: Source, dtype: torch.dtype | None = None) -> t
 
 def largest(setup: Setup, stages: Sequence[RankBudget]) -> RankBudget:
     """The stage whose ranks need most memory."""
-    return max(stages, key=lambda one: _rank_bytes(setup, one.budget))
+    return max(stages, key=lambda one: _rank_bytes(setup, one))
 
 
 def judge(
@@ -121,7 +128,7 @@ def judge(
     plan, stages = examined or examine(setup, source, dtype)
     need, most = _node_bytes(setup, plan, stages), largest(setup, stages)
     budget = most.budget
-    ranks, rest = setup.ranks_per_node, train_bytes(budget) + setup.extra_bytes
+    ranks, rest = setup.ranks_per_node, train_bytes(budget) + besides_bytes(setup, most)
     is_building = budget.build_bytes > rest
     what = "while the model is built" if is_building else "for training"
     relation = "fits into" if need <= limit.bytes else "is more than"
@@ -140,13 +147,58 @@ def judge(
     return Verdict(False, need, limit, reason, found)
 
 
-def _rank_bytes(setup: Setup, budget: Budget) -> int:
-    return max(budget.build_bytes, train_bytes(budget) + setup.extra_bytes)
+def besides_bytes(setup: Setup, one: RankBudget) -> int:
+    """Need of a rank besides its states: what the user gave, or else the activations that were counted."""
+    return setup.extra_bytes or (0 if one.activations is None else one.activations.peak_bytes)
+
+
+def _rank_bytes(setup: Setup, one: RankBudget) -> int:
+    return max(one.budget.build_bytes, train_bytes(one.budget) + besides_bytes(setup, one))
+
+
+def longest_sequence(setup: Setup, source: Source, dtype: torch.dtype | None, limits: list[Limit]) -> int:
+    """Most tokens of a sample, in steps of STEP_TOKENS, with which a node's need is within the tightest limit; 0: none.
+
+    Activations of a few lengths are counted, and a line through them says which lengths to look at.
+
+    Raises:
+        ConfigError: the settings are not possible, or activations cannot be counted.
+    """
+    _, stages = examine(replace(setup, sequence_length=0, extra_bytes=0), source, dtype)
+    limit = min(item.bytes for item in limits) // setup.ranks_per_node
+    room = limit - train_bytes(stages[0].budget)
+    if stages[0].budget.build_bytes > limit:
+        return 0
+
+    def need(length: int) -> int:
+        found = activations_at(setup.config, setup.ranks, setup.even_ranks_per_node, source, dtype, length)
+        if found.refusal:
+            msg = f"the longest sequence that fits is not known: activations are not counted {found.refusal}"
+            raise ConfigError(msg)
+        return found.peak_bytes
+
+    return STEP_TOKENS * _most(lambda steps: need(steps * STEP_TOKENS), room)
+
+
+def _most(need: Callable[[int], int], room: int) -> int:
+    """The largest n of 1, 2, ... with need(n) <= room, or 0, for a `need` that grows, about as a line."""
+    low, high, tries = 0, MOST_STEPS + 1, 0  # low fits, high does not
+    before, guess = (0, 0), 8
+    while high - low > 1:
+        found = need(guess)
+        low, high = (low, guess) if found > room else (guess, high)
+        slope = (found - before[1]) / (guess - before[0])
+        ahead = guess + math.floor((room - found) / slope) if slope > 0 else low + high
+        before, tries = (guess, found), tries + 1
+        if tries > EVEN_TRIES:
+            ahead = (low + high) // 2
+        guess = min(max(ahead, low + 1), high - 1)
+    return low
 
 
 def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[RankBudget]) -> int:
     """Need of the node whose ranks together need most; ranks fill node after node."""
-    each = [_rank_bytes(setup, one.budget) for one in stages]
+    each = [_rank_bytes(setup, one) for one in stages]
     if len(stages) == 1:
         return setup.ranks_per_node * each[0]
     topology, count = plan.topology(), setup.ranks_per_node
@@ -155,7 +207,7 @@ def _node_bytes(setup: Setup, plan: Plan, stages: Sequence[RankBudget]) -> int:
 
 
 def _each(setup: Setup, most: RankBudget, stages: Sequence[RankBudget]) -> str:
-    size = format_bytes(_rank_bytes(setup, most.budget))
+    size = format_bytes(_rank_bytes(setup, most))
     return size if len(stages) == 1 else f"at most {size} (pipeline stage {most.number})"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.base.meta import without_memory
 from mpispeed.engine.blocks import take_blocks
+from mpispeed.engine.estimate.activations import Activations, measure
 from mpispeed.engine.estimate.budget import Budget, gather_inputs, predict
 from mpispeed.engine.estimate.expert_rows import expert_rows
 from mpispeed.engine.experts import check_groups, share_out
@@ -47,6 +49,7 @@ class RankBudget:
         has_slices: some of its layers are sliced.
         has_rows: rows to experts are counted.
         is_pipeline: the model is a `PipelineModule`, of one stage or several.
+        activations: of a micro-batch; None: the length of samples is unknown.
     """
 
     number: int
@@ -55,6 +58,7 @@ class RankBudget:
     is_pipeline: bool
     has_slices: bool
     has_rows: bool = False
+    activations: Activations | None = None
 
 
 def examine_stages(
@@ -76,7 +80,7 @@ def examine_stages(
         source: the model; it is built anew for every stage.
         dtype: that of the model; None: of most of its elements.
         in_scope: the model is built inside of zero.Init.
-        sequence_length: tokens of a sample, for rows to experts; 0: unknown.
+        sequence_length: tokens of a sample, for activations and rows to experts; 0: unknown.
 
     Raises:
         ConfigError: the settings are not possible for so many ranks, or the model cannot be cut so.
@@ -118,6 +122,44 @@ def examine_rank(
     Raises:
         ConfigError: as `examine_stages`.
     """
+    with _dry_rank(config, ranks, ranks_per_node, rank, source, dtype) as (plan, model, mesh, built):
+        count = plan.batch.micro_batch_size * -(-sequence_length // plan.sequence.size)  # tokens of this rank
+        micro_steps = plan.batch.gradient_accumulation_steps
+        rows = expert_rows(model, mesh, count, plan.policy.compute, micro_steps) if count else []
+        activations = measure(model, plan, mesh, sequence_length) if count else None
+    is_sharded = in_scope and not plan.states.param.is_replicated
+    budget = predict(gather_inputs(plan, model, is_init_sharded=is_sharded))
+    if mesh["model"].size > 1:  # layers are whole until they are sliced
+        budget = replace(budget, build_bytes=max(budget.build_bytes, built))
+    exchanged = () if activations is None else activations.sent
+    return plan, RankBudget(
+        number=mesh.index("pipe"),
+        params=sum(param.numel() for param in model.parameters()),
+        budget=replace(budget, sent=(*budget.sent, *rows, *exchanged)),
+        is_pipeline=isinstance(model, PipelineModule),
+        has_slices=bool(cuts(model)),
+        has_rows=count > 0,
+        activations=activations,
+    )
+
+
+def activations_at(
+    config: Config, ranks: int, ranks_per_node: int, source: Source, dtype: torch.dtype | None, sequence_length: int
+) -> Activations:
+    """Activations of rank 0 at another length of samples, without all else; arguments as for `examine_stages`.
+
+    Raises:
+        ConfigError: as `examine_stages`.
+    """
+    with _dry_rank(config, ranks, ranks_per_node, 0, source, dtype) as (plan, model, mesh, _):
+        return measure(model, plan, mesh, sequence_length)
+
+
+@contextmanager
+def _dry_rank(
+    config: Config, ranks: int, ranks_per_node: int, rank: int, source: Source, dtype: torch.dtype | None
+) -> Iterator[tuple[Plan, nn.Module, Mesh, int]]:
+    """Plan, model and mesh of a rank that nothing else stands by, and bytes of the model before it is sliced."""
     world = DryWorld(rank, ranks)
     try:
         with standing_in(world):
@@ -132,24 +174,13 @@ def examine_rank(
             _slice(plan, mesh, model)
             check_groups(model)  # the model may be one that was examined before
             share_out(model, mesh)
-            tokens = plan.batch.micro_batch_size * -(-sequence_length // plan.sequence.size)
-            micro_steps = plan.batch.gradient_accumulation_steps
-            rows = expert_rows(model, mesh, tokens, plan.policy.compute, micro_steps) if tokens else []
+            yield plan, model, mesh, built
     except ConfigError:
         raise
     except MpispeedError as error:
         raise ConfigError(str(error)) from error
     finally:
         world.close()
-    is_sharded = in_scope and not plan.states.param.is_replicated
-    budget = predict(gather_inputs(plan, model, is_init_sharded=is_sharded))
-    if mesh["model"].size > 1:  # layers are whole until they are sliced
-        budget = replace(budget, build_bytes=max(budget.build_bytes, built))
-    budget = replace(budget, sent=(*budget.sent, *rows))
-    count, number = sum(param.numel() for param in model.parameters()), mesh.index("pipe")
-    return plan, RankBudget(
-        number, count, budget, isinstance(model, PipelineModule), bool(cuts(model)), has_rows=tokens > 0
-    )
 
 
 def has_loose_gathers(plan: Plan) -> bool:
@@ -159,7 +190,7 @@ def has_loose_gathers(plan: Plan) -> bool:
 
 def open_points(plan: Plan, budget: RankBudget) -> list[str]:
     """Sentences on what a prediction leaves out or only estimates, for pipelines, slices, experts."""
-    found = []
+    found = list(_on_activations(budget.activations))
     if plan.axes["pipe"] > 1:
         found.append("not counted: activations and their gradients that stages send each other, by the batch's shape")
     if plan.axes["model"] > 1:
@@ -177,6 +208,20 @@ def open_points(plan: Plan, budget: RankBudget) -> list[str]:
             "they are made for every micro-batch; what rests on a rank is exact"
         )
     return found
+
+
+def _on_activations(found: Activations | None) -> Iterator[str]:
+    if found is None:
+        return
+    if found.refusal:
+        yield f"not counted: activations {found.refusal}; give --activations"
+        return
+    yield (
+        "counted as activations: every tensor that operations of the model make, while it lives; not what kernels need "
+        "inside of themselves, and what Python, torch and MPI need"
+    )
+    if not found.has_loss:
+        yield "not counted: the loss, because the model returns its outputs; return the loss when labels are given"
 
 
 def by_axes(sent: Iterable[Sent]) -> dict[str, int]:

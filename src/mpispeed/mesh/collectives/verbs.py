@@ -115,6 +115,8 @@ class Message(Verb[P]):
             posted.bring()
 
     def _posted(self, group: Group, flat: tuple[Any, ...]) -> Posted:
+        if not group.transport.moves:
+            return Posted([], flat)
         body: Callable[..., Posted] = self.post_device if self.is_on_device(flat) else self.post_host
         return body(group, *flat)
 

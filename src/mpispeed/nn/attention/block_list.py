@@ -59,7 +59,7 @@ class Pattern(NamedTuple):
 
 
 class BlockList:
-    """Which key blocks each query block sees, per head or for all heads.
+    """The key blocks each query block sees, per head or for all heads.
 
     Memory is linear in the blocks that are there. Made once by `of`, used by `attend_blocks`.
 

@@ -227,7 +227,9 @@ class _Lanes:
         grad, out = self.as_blocks(grad), self.as_blocks(out)
         lse = lse.reshape(*self.q.shape[:2], self.block)
         dq = torch.zeros_like(self.q)
-        dk, dv = (torch.zeros(self.k.shape, dtype=wide(self.k.dtype), device=self.k.device) for _ in "kv")
+        # tokens before heads: the kernel of the CPU gives gradients like that, and they are added without another copy
+        shape = (self.k.shape[1], self.block, self.k.shape[0], self.width)
+        dk, dv = (torch.zeros(shape, dtype=wide(self.k.dtype), device=self.k.device) for _ in "kv")
         for call in self.calls(tiles):
             k, v = (self.gathered(name, x, call) for name, x in (("k", self.k), ("v", self.v)))
             rows = call.rows
@@ -246,9 +248,8 @@ class _Lanes:
             dq[call.lanes, rows] = self.untiled(part)
             for total, found in zip((dk, dv), of_keys, strict=True):
                 self.scatter(total, found, call)
-        of_key = (self.key_shape[0], self.key_shape[1], -1, self.width)
-        dq = dq.view(self.batch, self.heads, -1, self.width)
-        return dq, dk.to(self.k.dtype).view(of_key), dv.to(self.v.dtype).view(of_key)
+        dk, dv = (x.to(self.k.dtype).view(-1, *self.key_shape[:2], self.width).permute(1, 2, 0, 3) for x in (dk, dv))
+        return dq.view(self.batch, self.heads, -1, self.width), dk, dv
 
     def calls(self, groups: tuple[Tiles, ...]) -> Iterator[_Call]:
         """What one call of a kernel does at a time."""
@@ -293,12 +294,13 @@ class _Lanes:
 
     def scatter(self, total: Tensor, found: Tensor, call: _Call) -> None:
         """Adds gradients of gathered key blocks to those of all."""
-        total, found = total[call.key_lanes], self.untiled(found).to(total.dtype)
+        total = total[:, :, call.key_lanes]
+        found = found.transpose(1, 2).reshape(-1, *total.shape[1:]).to(total.dtype)
         if call.is_run:
             begin = int(call.columns[0, 0])
-            total[:, begin : begin + found.shape[1]] += found
+            total[begin : begin + found.shape[0]] += found
         else:
-            total.index_add_(1, call.columns.flatten(), found)
+            total.index_add_(0, call.columns.flatten(), found)
 
     def masks(self, call: _Call) -> Tensor | None:
         """All that hides or weighs pairs of these tiles, [tiles, lanes or 1, queries or 1, keys], or None."""

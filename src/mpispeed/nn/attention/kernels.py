@@ -115,6 +115,8 @@ def _name(q: Tensor, mask: Tensor | None) -> str:
     """The kernel for these tensors."""
     if q.device.type == "cpu":
         return "cpu"
+    if q.is_meta:
+        return "shapes"
     if q.device.type == "cuda" and q.dtype != torch.float64 and torch.version.cuda:
         is_flash = mask is None and q.dtype != torch.float32 and q.shape[-1] <= 256
         if is_flash and torch.cuda.get_device_capability(q.device)[0] >= 8:
@@ -319,9 +321,38 @@ def _math_backward(
     return (of_scores @ k).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+# --- meta: no values, and as much memory as the fused kernels keep --------------------------------------------------
+
+
+def _shapes(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _by_tokens(q), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+def _shapes_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_tokens(q), _by_tokens(k), _by_tokens(v)
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """As `x`, but the heads of a token are neighbours, as in what the fused kernels give."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
 _KERNELS = {
     "cpu": (_cpu, _cpu_backward),
     "flash": (_flash, _flash_backward),
     "efficient": (_efficient, _efficient_backward),
     "math": (_math, _math_backward),
+    "shapes": (_shapes, _shapes_backward),
 }

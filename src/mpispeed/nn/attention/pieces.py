@@ -1,4 +1,4 @@
-"""What attends to what, as a list of rectangles and causal squares; no mask of all pairs is ever made.
+"""Lists of rectangles and causal squares that say what attends to what; no mask of all pairs is ever made.
 
 Documents, padding, the blocks of a ring and causal order are such lists. A token that no piece names sees nothing.
 """

@@ -42,7 +42,8 @@ def attention(
     Raises:
         UsageError: shapes do not fit each other or the cut, or dropout is asked for in a ring.
 
-    Collective over: the ranks of the sequence axis; the same in backward.
+    Collective over: the ranks of the sequence axis; the same in backward, so the loss of every rank has to depend on
+        its output, also where none of its tokens counts.
     """
     check(q, k, v)
     found = current() if running is None else running

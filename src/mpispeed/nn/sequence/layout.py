@@ -1,4 +1,4 @@
-"""How one sequence is cut over the ranks of the sequence axis: arithmetic only.
+"""The cut of one sequence over the ranks of the sequence axis: arithmetic only.
 
 The axis has two factors. Ring places get two chunks each, one from the front and one from the back ("zigzag"), so that
 causal attention costs all of them the same; a place's two chunks, one after the other, are cut over its Ulysses ranks.

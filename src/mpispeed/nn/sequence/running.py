@@ -1,4 +1,4 @@
-"""How the sequence of the running pass is cut, for attention layers, whose arguments do not say it.
+"""The cut of the sequence of the running pass, for attention layers, whose arguments do not say it.
 
 Recomputation in backward asks again, maybe when a later pass has begun. `mark` makes the outputs of a pass tell which
 one a backward pass belongs to; so does the backward pass of every attention layer. Where neither has told yet, passes

@@ -24,7 +24,7 @@ from mpispeed.nn.sequence.layout import Range
 
 @dataclass(frozen=True, eq=False)
 class Trade:
-    """Who has which tokens before, and which heads after.
+    """Tokens of each rank before, heads of each rank after.
 
     Attributes:
         comm: the ranks.

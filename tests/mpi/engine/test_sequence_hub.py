@@ -1,0 +1,154 @@
+"""transformers' models as they are, their sequences cut over ranks: losses and all gradients of one process."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import mpispeed
+from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.nn.hf_attention import NAME
+
+pytestmark = pytest.mark.mpi(min_size=1)
+
+VOCAB, ROWS, LENGTH = 61, 2, 23  # a length that no number of ranks divides
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+BOUND = 1e-5
+"""Of the largest gradient of a parameter: sums of float32 in another order."""
+
+
+def llama(heads=8, groups=2):
+    torch.manual_seed(4)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=heads, num_key_value_heads=groups))
+
+
+def bert():
+    torch.manual_seed(4)
+    plain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**SIZES, **plain, num_attention_heads=4, max_position_embeddings=32))
+
+
+def batch(kind, seed=0):
+    words = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    if kind == "packed":
+        ends = [torch.arange(9), torch.arange(11), torch.arange(3)]
+        return {"input_ids": words, "labels": words, "position_ids": torch.cat(ends).expand(ROWS, -1)}
+    if kind == "padded":
+        mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [10]])).long()
+        return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+    return {"input_ids": words, "labels": words}
+
+
+def settings(comm, stage, ring=1, **more):
+    return {
+        "train_micro_batch_size_per_gpu": ROWS, "sequence_parallel_size": comm.size, "seed": 3,
+        "sequence_parallel": {"ring_size": ring}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more,
+    }  # fmt: skip
+
+
+def assert_equal_to_one_process(engine, plain, kind):
+    named = dict(engine.module.named_parameters())
+    loss = engine(**batch(kind)).loss
+    expected = plain(**batch(kind), use_cache=False).loss if kind != "bert" else plain(**batch(kind)).loss
+    engine.backward(loss)
+    expected.backward()
+    torch.testing.assert_close(whole_loss(engine, loss), expected.detach(), rtol=BOUND, atol=0)
+    for name, param in plain.named_parameters():
+        found = mpispeed.zero.safe_get_full_grad(named[name])
+        bound = BOUND * float(param.grad.abs().max())
+        torch.testing.assert_close(found, param.grad, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+    engine.destroy()
+
+
+def whole_loss(engine, loss):
+    """The loss of the sequence: the mean over its ranks."""
+    total = loss.detach().clone()
+    engine.get_sequence_parallel_group().all_reduce(total, scale=1 / engine.sequence_parallel_size)
+    return total
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("plain", 3), ("packed", 0), ("padded", 2)])
+def test_a_causal_model(comm, kind, stage):
+    plain = llama()
+    engine, *_ = mpispeed.initialize(model=copy.deepcopy(plain), config=settings(comm, stage))
+    assert engine.module.config._attn_implementation == (NAME if comm.size > 1 else "sdpa")
+    assert_equal_to_one_process(engine, plain, kind)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_ring_and_recomputed_layers(comm):
+    plain = llama(6, 3)
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable()
+    engine, *_ = mpispeed.initialize(model=model, config=settings(comm, 1, ring=min(comm.size, 2)))
+    assert_equal_to_one_process(engine, plain, "packed")
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_model_that_sees_everything(comm):
+    plain = bert()
+    engine, *_ = mpispeed.initialize(model=copy.deepcopy(plain), config=settings(comm, 3))
+    assert_equal_to_one_process(engine, plain, "padded")
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_training_goes_on_at_other_sizes(comm, tmp_path):
+    """4 ranks of a sequence, then 2 with two sequences at a time, then 1: the losses of one process."""
+    folder = comm.share(str(tmp_path))
+    plain = llama()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step, size in enumerate([size for size in (4, 2, 1) if comm.size % size == 0]):
+        config = settings(comm, 3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+        config.update(sequence_parallel_size=size, train_batch_size=4 * ROWS)
+        del config["train_micro_batch_size_per_gpu"]
+        config["gradient_accumulation_steps"] = 1
+        engine, *_ = mpispeed.initialize(model=llama(), config=config)
+        if step:
+            engine.load_checkpoint(folder)
+        rows = {name: torch.cat([batch("plain", 10 * step + n)[name] for n in range(4)]) for name in batch("plain")}
+        expected = plain(**rows, use_cache=False).loss
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        micro, place = engine.train_micro_batch_size_per_gpu(), engine.mpispeed.parts.mesh.index("batch")
+        part = {name: rows[name][place * micro : (place + 1) * micro] for name in rows}
+        loss = engine(**part).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        comm.all_reduce(total, scale=1 / comm.size)
+        torch.testing.assert_close(total, expected.detach(), rtol=BOUND, atol=0)
+        engine.save_checkpoint(folder)
+        engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_models_that_cannot_be_cut_are_refused(comm):
+    torch.manual_seed(0)
+    both = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    with pytest.raises(ConfigError, match="two sequences"):
+        mpispeed.initialize(model=both, config=settings(comm, 0))
+    engine, *_ = mpispeed.initialize(model=llama(), config=settings(comm, 0))
+    mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    with pytest.raises(UsageError, match="attention_mask"):
+        engine(**{**batch("plain"), "attention_mask": mask})
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_script_that_cuts_by_itself_has_to_tell_how(comm):
+    config = settings(comm, 0)
+    config["sequence_parallel"] = {"cuts_batches": False}
+    engine, *_ = mpispeed.initialize(model=llama(), config=config)
+    with pytest.raises(UsageError, match=r"nobody has told how the batch is cut.*UlyssesSPDataLoaderAdapter"):
+        engine(**batch("plain"))
+    engine.destroy()
