@@ -1,4 +1,4 @@
-"""What `mpispeed plan` says of activations and of the longest sequence that fits."""
+"""Lines of `mpispeed plan` on activations and on the longest sequence that fits."""
 
 from __future__ import annotations
 
