@@ -361,6 +361,16 @@ def test_several_missing_parts_are_told_at_once():
         require_available(loaded.config)
 
 
+def test_batches_of_ranks_that_share_sequences():
+    settings = {"train_batch_size": 6, "sequence_parallel_size": 2}
+    accept(settings, "ds.json", 4)  # two times two ranks, three samples for each two
+    accept({**settings, "train_batch_size": 5}, "ds.json", 2)
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size: 2 ranks cannot share each seq.* choose 1 or 3"):
+        accept(settings, "ds.json", 3)
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        accept({**settings, "train_batch_size": 5}, "ds.json", 4)
+
+
 def test_an_experiment_is_continued_by_its_key():
     comet = {"enabled": True, "mode": "get"}
     with pytest.raises(ConfigError, match=r"comet\.mode: get continues an experiment and needs its key"):
