@@ -1,6 +1,6 @@
 """Block-sparse attention beside dense attention of torch, documents beside one call for each; memory of both.
 
-    python benchmarks/micro/attention.py [--length 8192] [--threads 2] [--json FILE]
+    python benchmarks/micro/attention.py [--length 8192] [--threads 2] [--processor-time] [--json FILE]
 
     sparse      layouts with an eighth of all blocks, forward and backward, non-causal; the peer is torch's dense
                 `scaled_dot_product_attention`. random: any blocks, the same for all heads; heads: others for each head;
@@ -9,6 +9,7 @@
                 attention over slices of them
 
 The speed-up is the peer's time by ours. All calls run in turn in every round; the best of all rounds are compared.
+`--processor-time` takes the time of the processor instead, for machines with other work; use one thread then.
 Memory is what a process of its own needs at most above its inputs, with gradients, random blocks of 64.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,8 @@ def measure(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[s
             calls[f"block {block:3}, {name}"] = (trained(lambda blocks=blocks: attend_blocks(*qkv, blocks), qkv, grad),)
     for count in (4, 32, 128):
         calls[f"{count} documents"] = document_calls(qkv, grad, count)
-    best = call_times.best_in_turn(calls, options.rounds)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    best = call_times.best_in_turn(calls, options.rounds, clock)
     of_dense = best["dense"][0]
     found: dict[str, dict[str, float]] = {"dense": {"ms": 1e3 * of_dense}}
     for name, blocks in lists.items():
@@ -153,6 +156,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--processor-time", action="store_true")
+    parser.add_argument("--dtypes", nargs="+", choices=call_times.DTYPES, default=list(call_times.DTYPES))
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -162,6 +167,8 @@ def main() -> None:
     del options.peak
     results: dict[str, Any] = {}
     for name, dtype, _ in call_times.settings(options.threads):
+        if name.split(",")[0] not in options.dtypes:
+            continue
         found = results[name] = measure(options, dtype)
         print(f"{options.length} tokens, {HEADS} heads of {WIDTH} in {name}, best of {options.rounds}")
         for case, row in found.items():

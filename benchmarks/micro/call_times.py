@@ -28,7 +28,9 @@ def settings(threads: Sequence[int]) -> Iterator[tuple[str, torch.dtype, int]]:
             yield f"{name}, {count} threads", dtype, count
 
 
-def seconds_in_turn(calls: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, list[list[float]]]:
+def seconds_in_turn(
+    calls: Mapping[str, Sequence[Call]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[list[float]]]:
     """Seconds of each call in each round, by name and place beside others of the name; all run in turn in every round.
 
     A round before the first touches the pages and is not counted.
@@ -37,16 +39,18 @@ def seconds_in_turn(calls: Mapping[str, Sequence[Call]], rounds: int) -> dict[st
     for turn in range(rounds + 1):
         for name, beside in calls.items():
             for kept, call in zip(seconds[name], beside, strict=True):
-                begin = time.perf_counter()
+                begin = clock()
                 call()
                 if turn:
-                    kept.append(time.perf_counter() - begin)
+                    kept.append(clock() - begin)
     return seconds
 
 
-def best_in_turn(calls: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, list[float]]:
+def best_in_turn(
+    calls: Mapping[str, Sequence[Call]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """The least of `seconds_in_turn` of all rounds, because a neighbour on a shared machine slows single calls down."""
-    return {name: [min(times) for times in found] for name, found in seconds_in_turn(calls, rounds).items()}
+    return {name: [min(times) for times in found] for name, found in seconds_in_turn(calls, rounds, clock).items()}
 
 
 def write_record(benchmark: str, options: argparse.Namespace, results: Mapping[str, Any], **more: Any) -> None:

@@ -104,6 +104,7 @@ PUBLIC_MODULES = (
     "nn.expert",
     "nn.layer_drop",
     "nn.routing",
+    "nn.sparse",
     "nn.tensor",
     "optim",
     "pipe",

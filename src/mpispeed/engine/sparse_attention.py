@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.nn.sparse import SparseAttentionUtils, SparseSelfAttention, sparsity_of
-from mpispeed.nn.sparse.utils import RESERVED, encoder_of
+from mpispeed.nn.sparse.encoders import RESERVED, encoder_of
+from mpispeed.nn.sparse.layouts import PATTERNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
+
+    from mpispeed.config.sparse import SparseAttention
+
+log = logging.getLogger(__name__)
 
 _KEY = "sparse_attention"
 
@@ -31,17 +37,21 @@ def transform(model: nn.Module, setup: Setup) -> None:
     section = setup.plan.config.sparse_attention
     if section is None:
         return
-    for axis, what in (("sequence", "sequence_parallel_size"), ("model", "tensor_parallel")):
-        if setup.mesh[axis].size > 1:
-            msg = f"{_KEY} needs whole sequences and all heads of a layer on each rank, and {what} cuts them over "
-            msg += f"{setup.mesh[axis].size}; use one of both"
-            raise ConfigError(msg)
+    _require_servable(setup)
     values = section.model_dump()
     of_heads = partial(sparsity_of, values)
     of_heads(
         1 if not section.different_layout_per_head else section.num_different_global_patterns
     )  # says what is wrong
+    if setup.mesh.rank == 0:
+        _tell_unread(section)
     changed = _replace_encoders(model, of_heads)
+    if changed and setup.mesh["sequence"].size > 1:
+        msg = (
+            f"{_KEY} replaces attention of transformers' encoders for whole sequences only; set sequence_parallel_size "
+        )
+        msg += f"to 1, not {setup.mesh['sequence'].size}"
+        raise ConfigError(msg)
     for module in _sparse_layers(model).values():
         if module.is_default:
             module.adopt(of_heads)
@@ -53,6 +63,32 @@ def transform(model: nn.Module, setup: Setup) -> None:
             "neither SparseSelfAttention layers nor a BERT or RoBERTa of transformers; use one, or remove the section"
         )
         raise ConfigError(msg)
+
+
+def _require_servable(setup: Setup) -> None:
+    """Refuse cuts under which no rank has a head and the whole sequence for it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    cuts = (
+        ("sequence.ring", "sequence_parallel.ring_size", "whole sequences"),
+        ("model", "tensor_parallel", "all heads"),
+    )
+    for axis, key, needed in cuts:
+        if setup.mesh[axis].size > 1:
+            msg = (
+                f"{_KEY} needs {needed} of a layer on a rank, and {key} cuts them over {setup.mesh[axis].size}; use one"
+            )
+            raise ConfigError(msg)
+
+
+def _tell_unread(section: SparseAttention) -> None:
+    """Warn of keys that the mode does not read."""
+    read = {"mode", "block", "different_layout_per_head", *PATTERNS[section.mode][1]}
+    unread = sorted(section.model_fields_set - read)
+    if unread:
+        log.warning("%s.%s has no effect here: mode %s does not read it", _KEY, ", ".join(unread), section.mode)
 
 
 def _replace_encoders(model: nn.Module, of_heads: partial[Any]) -> bool:

@@ -138,3 +138,27 @@ def test_what_cannot_be_is_said_on_all_ranks(sentence):
     model, section = REFUSED[sentence]()
     with pytest.raises(ConfigError, match=sentence):
         start(config(1, BATCH, 1, sparse_attention=SECTION | section, **SGD), model)
+
+
+CUTS = {
+    "whole sequences only; set": (lambda: hub_models.build("bert"), {"sequence_parallel_size": 2}),
+    "sequence_parallel.ring_size cuts them": (
+        Layer,
+        {"sequence_parallel_size": 2, "sequence_parallel": {"ring_size": 2}},
+    ),
+    "tensor_parallel cuts them": (lambda: hub_models.build("bert"), {"tensor_parallel": {"autotp_size": 2}}),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sentence", CUTS)
+def test_cuts_without_whole_heads_are_refused(sentence):
+    make, more = CUTS[sentence]
+    with pytest.raises(ConfigError, match=sentence):
+        start(config(1, BATCH, 1, sparse_attention=SECTION, **more, **SGD), make())
+
+
+@pytest.mark.ranks(1)
+def test_keys_of_other_modes_are_told(caplog):
+    start(config(0, BATCH, 1, sparse_attention=SECTION | {"num_local_blocks": 3}, **SGD), Layer()).destroy()
+    assert "sparse_attention.num_local_blocks has no effect here: mode bigbird does not read it" in caplog.text

@@ -58,7 +58,8 @@ READ = {
 }  # fmt: skip
 READ_SECTIONS = ("fp16", "tensorboard", "csv_monitor", "wandb", "comet", "nebula", "activation_checkpointing",
                  "walltime", "guard", "run_record", "data_loader", "trace", "expert_parallel", "flops_profiler",
-                 "sequence_parallel", "curriculum_learning", "progressive_layer_drop", "eigenvalue")  # fmt: skip
+                 "sequence_parallel", "curriculum_learning", "progressive_layer_drop", "eigenvalue",
+                 "sparse_attention")  # fmt: skip
 ONE_OF = {"expert_parallel.combine_impl": "legacy_bmm", "expert_parallel.row_weighting_impl": "fused",
           "expert_parallel.gate_up_impl": "fused"}  # fmt: skip
 CODED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")

@@ -1,6 +1,7 @@
 """Block-sparse attention with DeepSpeed's names: patterns, modules, their operators, and transformers' encoders."""
 
 from mpispeed.nn.sparse.bert import BertSparseSelfAttention
+from mpispeed.nn.sparse.encoders import SparseAttentionUtils
 from mpispeed.nn.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -13,7 +14,6 @@ from mpispeed.nn.sparse.layouts import (
 )
 from mpispeed.nn.sparse.operators import MatMul, Softmax
 from mpispeed.nn.sparse.self_attention import SparseSelfAttention
-from mpispeed.nn.sparse.utils import SparseAttentionUtils
 
 __all__ = [
     "BSLongformerSparsityConfig",

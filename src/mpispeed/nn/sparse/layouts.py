@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix are computed: DeepSpeed's patterns, as 0 and 1 for each head, row and column.
+"""Patterns of the computed blocks of the attention matrix, DeepSpeed's: 0 and 1 for each head, row and column.
 
 A row is a block of queries, a column a block of keys. "unidirectional" patterns have nothing above the diagonal; what
 is causal inside the blocks on it is up to the attention (`is_causal`, or a mask).
@@ -53,7 +53,7 @@ def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> tuple[tuple[in
 
 
 class SparsityConfig:
-    """What all patterns have.
+    """A pattern without blocks: the part that all have in common.
 
     Attributes:
         num_heads: heads of the attention.

@@ -18,7 +18,7 @@ MODES = ("sdd", "dsd", "dds")
 
 
 class _Places:
-    """Where the blocks of a layout are."""
+    """The places of the blocks of a layout."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         if layout.dim() not in (2, 3) or block < 1:

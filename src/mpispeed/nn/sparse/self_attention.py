@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mpispeed.base.errors import ConfigError, UnfitValue, UnimplementedUse
+from mpispeed.mesh.comm import Comm
 from mpispeed.nn.attention import BlockList, attend_blocks
-from mpispeed.nn.sequence.running import current
+from mpispeed.nn.sequence.running import Running, current
 from mpispeed.nn.sparse.layouts import FixedSparsityConfig, SparsityConfig
+from mpispeed.nn.sparse.shared import attend_shared, require_servable
 
 MODES = ("add", "mul")
 
@@ -26,11 +28,8 @@ _lists: WeakValueDictionary[tuple[bytes, tuple[int, ...], int], BlockList] = Wea
 
 
 def list_of(layout: Tensor, block: int) -> BlockList:
-    """The list of a layout, [heads, blocks, blocks]; heads that are alike are one."""
-    layout = layout.bool()
-    if bool((layout == layout[:1]).all()):
-        layout = layout[:1]
-    layout = layout.contiguous()
+    """The list of a layout, [heads or 1, blocks, blocks]; equal layouts have one list."""
+    layout = layout.bool().contiguous()
     key = (hashlib.sha256(layout.numpy().tobytes()).digest(), tuple(layout.shape), block)
     found = _lists.get(key)
     if found is None:
@@ -91,7 +90,7 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
         self._of_heads: Callable[[int], SparsityConfig] | None = None
         self._layout: Tensor | None = None
-        self._blocks: dict[int, BlockList] = {}
+        self._blocks: dict[tuple[int, tuple[int, int]], BlockList] = {}
         if sparsity_config is not None:
             self._layout = self.master_layout
 
@@ -131,16 +130,22 @@ class SparseSelfAttention(nn.Module):
             self.sparsity_config, self._of_heads = self._of_heads(heads), None
         return self.sparsity_config
 
-    def blocks_of(self, length: int, heads: int) -> BlockList:
-        """The list of blocks for sequences of this length, made once.
+    def blocks_of(self, length: int, heads: int, own: tuple[int, int] | None = None) -> BlockList:
+        """The list of blocks for sequences of this length, made once; `own` are the heads it is for, None: all.
 
         Raises:
             UnfitValue: as `get_layout`.
         """
         self.pattern_for(heads)
-        if length not in self._blocks:
-            self._blocks[length] = list_of(self.get_layout(length), self.sparsity_config.block)
-        return self._blocks[length]
+        own = (0, heads) if own is None else own
+        if (length, own) not in self._blocks:
+            layout = self.get_layout(length)
+            if bool((layout == layout[:1]).all()):
+                layout = layout[:1]
+            elif own != (0, heads):
+                layout = layout[slice(*own)]
+            self._blocks[length, own] = list_of(layout, self.sparsity_config.block)
+        return self._blocks[length, own]
 
     def forward(
         self,
@@ -156,7 +161,7 @@ class SparseSelfAttention(nn.Module):
         """Attend.
 
         Args:
-            query: [B, h, S, d], S a multiple of the block.
+            query: [B, h, S, d], S a multiple of the block; where ranks share the sequence, this rank's part of it.
             key: the same, or [B, h, d, S].
             value: [B, h, S, d].
             rpe: added to the scores, [S, S] or what broadcasts to [B, h, S, S]; it gets no gradient.
@@ -168,21 +173,25 @@ class SparseSelfAttention(nn.Module):
         Returns:
             [B, h, S, d]; zeros where a query sees no key.
 
+        Collective over: the ranks of the sequence axis, if they share the sequence; the same in backward.
+
         Raises:
             UnfitValue: S is no multiple of the block, or longer than `max_seq_length`.
-            UnimplementedUse: query, key and value have other shapes, so this is not self-attention; or the sequence
-                is cut over ranks.
+            UnimplementedUse: query, key and value have other shapes, so this is not self-attention; or ranks share
+                the sequence in a ring, or with masks.
             UsageError: masks, dtypes or the heads of the pattern do not fit.
         """
-        _require_whole_sequence()
-        length = query.shape[-2]
         if key.shape != query.shape:
             key = key.transpose(-1, -2)
         if not query.shape == key.shape == value.shape:
             msg = f"query, key and value are {[tuple(x.shape) for x in (query, key, value)]}; blocks serve "
             msg += "self-attention only, with one shape [B, h, S, d] for all three"
             raise UnimplementedUse(msg)
-        blocks = self.blocks_of(length, query.shape[1])
+        running = current()
+        if running is not None and running.group is not None and running.group.size > 1:
+            require_servable(running, rpe, key_padding_mask, attn_mask)
+            return self._shared(query, key, value, running, running.group.ulysses, is_causal=is_causal)
+        blocks = self.blocks_of(query.shape[2], query.shape[1])
         dtype = query.dtype if query.dtype == torch.float64 else torch.float32
         key_mask = mask = None
         if key_padding_mask is not None:
@@ -193,6 +202,19 @@ class SparseSelfAttention(nn.Module):
             rpe = rpe.detach().to(dtype)
             mask = rpe if mask is None else mask + rpe
         return attend_blocks(query, key, value, blocks, mask=mask, key_mask=key_mask, is_causal=is_causal)
+
+    def _shared(
+        self, query: Tensor, key: Tensor, value: Tensor, running: Running, comm: Comm, *, is_causal: bool
+    ) -> Tensor:
+        """Attention of a sequence that ranks share. Collective over: the ranks of `comm`."""
+        heads, length = query.shape[1], running.layout.length
+        self.pattern_for(heads)
+        self.get_layout(length)  # refused before anything is sent
+
+        def of_own(q: Tensor, k: Tensor, v: Tensor, own: tuple[int, int], key_mask: Tensor | None) -> Tensor:
+            return attend_blocks(q, k, v, self.blocks_of(length, heads, own), key_mask=key_mask, is_causal=is_causal)
+
+        return attend_shared(query, key, value, running, comm, of_own)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the layout that DeepSpeed's module keeps as a buffer."""
@@ -205,11 +227,3 @@ class SparseSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         """The pattern, for `print(model)`."""
         return f"{type(self.sparsity_config).__name__}, block={self.sparsity_config.block}"
-
-
-def _require_whole_sequence() -> None:
-    running = current()
-    if running is not None and running.group is not None and running.group.size > 1:
-        msg = f"the sequence is cut over {running.group.size} ranks, and block-sparse attention needs all of it; set "
-        msg += "sequence_parallel_size to 1, or use mpispeed.sequence.attention"
-        raise UnimplementedUse(msg)

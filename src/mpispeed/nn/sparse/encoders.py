@@ -1,4 +1,4 @@
-"""What scripts do to use sparse attention in models of transformers: longer tables, other layers, padded inputs.
+"""Sparse attention in models of transformers: longer tables of positions, other layers, padded inputs.
 
 Source: https://www.deepspeed.ai/tutorials/sparse-attention (SparseAttentionUtils). transformers is imported when
 a model of it is given.
