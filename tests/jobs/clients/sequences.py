@@ -14,9 +14,7 @@ VOCAB, LENGTH, SAMPLES, RATE = 64, 21, 8, 1e-2
 
 def cases(place):
     """Name -> case; ranks share one sequence in all of them."""
-    if place.ranks == 1:
-        return {"plain": plain}
-    found = {"tutorial": tutorial, "accelerate": loop, "trainer": partial(trainer, place, 3)}
+    found = {"plain": plain, "tutorial": tutorial, "accelerate": loop, "trainer": partial(trainer, place, 3)}
     return {**found, "resumed trainer": partial(resumed, place), "distributed attention": distributed_attention}
 
 

@@ -1,4 +1,4 @@
-"""Tokens that belong together: documents in the rows of a batch, without a mask of length x length."""
+"""Documents: tokens that belong together in the rows of a batch, without a mask of length x length."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer: over all ranks of the sequence axis in a pass that is cut, else over this rank's tokens.
 
-    Documents come from the mask of `mask`, from `cu_seq_lens_q` or from `position_ids` that begin anew, and are small
-    attentions then. Everything else on one rank (caches, windows, masks of a model's own) is transformers' "sdpa".
+    Documents come from the mask of `mask`, from `cu_seq_lens_q` or from `position_ids` that begin anew. Everything else
+    on one rank (a cache of keys, windows, masks and biases of a model's own) is what transformers does for "sdpa".
 
     Args:
         module: the layer; `is_causal` of it counts where none is given.
