@@ -1,4 +1,4 @@
-"""What `mpispeed plan` says of activations and of the longest sequence that fits."""
+"""Rows and sentences of `mpispeed plan` on activations and the longest sequence that fits."""
 
 from __future__ import annotations
 

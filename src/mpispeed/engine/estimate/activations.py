@@ -38,7 +38,7 @@ EXCHANGED = "sequences of attention layers"
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one micro-batch of a rank needs besides model states. Units: bytes.
+    """Need of one micro-batch of a rank besides model states. Units: bytes.
 
     Attributes:
         peak_bytes: most tensors that live at once in forward and backward, without parameters; a gradient counts
