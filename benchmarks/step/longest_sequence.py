@@ -2,7 +2,7 @@
 
     python benchmarks/step/longest_sequence.py --json benchmarks/results/longest-sequence.json
 
-Ranks share each sequence in a ring, with states at stage 3. `mpispeed plan --longest-sequence` gets what a rank has
+Ranks share each sequence in a ring, with states at stage 2. `mpispeed plan --longest-sequence` gets what a rank has
 left of the limit after Python, torch, MPI and the engine: the most resident memory (VmHWM of Linux) of a step of 64
 tokens, less what the plan says of it. Then a job makes one step at the length that it gives and one 10 % above; given
 is the most resident memory of a rank, which has to be within the limit, and above it. The peer is a plain loop of torch
@@ -84,7 +84,7 @@ def settings(ranks: int) -> dict[str, Any]:
         "sequence_parallel_size": ranks,
         "sequence_parallel": {"ring_size": ranks},
         "optimizer": {"type": "AdamW", "params": peers.ADAM},
-        "zero_optimization": {"stage": 3, "overlap_comm": False},
+        "zero_optimization": {"stage": 2, "overlap_comm": False},
     }
 
 
