@@ -265,8 +265,9 @@ def _efficient_backward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if mask is not None and q.dtype != torch.float32:  # as in `_efficient`
-        wider = (x.float() for x in (grad, q, k, v, out))
-        dq, dk, dv = _efficient_backward(*wider, lse, is_causal, scale, mask)
+        dq, dk, dv = _efficient_backward(
+            grad.float(), q.float(), k.float(), v.float(), out.float(), lse, is_causal, scale, mask
+        )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     width, heads = q.shape[-1], k.shape[1]
     bias = _bias(q, k, mask)
