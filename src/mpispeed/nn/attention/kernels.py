@@ -241,6 +241,10 @@ def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if mask is not None and q.dtype != torch.float32:
+        # seen with torch 2.11 on an H200: backward of 16 bits with a mask gives a wrong dq, or reads memory not its own
+        out, lse = _efficient(q.float(), k.float(), v.float(), is_causal, scale, mask)
+        return out.to(q.dtype), lse
     width, length = q.shape[-1], q.shape[2]
     k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     found = _ATEN._scaled_dot_product_efficient_attention(
@@ -260,6 +264,11 @@ def _efficient_backward(
     scale: float,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if mask is not None and q.dtype != torch.float32:  # as in `_efficient`
+        dq, dk, dv = _efficient_backward(
+            grad.float(), q.float(), k.float(), v.float(), out.float(), lse, is_causal, scale, mask
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     width, heads = q.shape[-1], k.shape[1]
     bias = _bias(q, k, mask)
     k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
