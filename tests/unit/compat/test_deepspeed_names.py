@@ -110,8 +110,8 @@ def last_line(done):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# `deepspeed.comm` has those that libraries ask before anything has joined MPI. `mpispeed.sequence` is no package: a module
-# `cross_entropy` in it would take the place of the function.
+# `deepspeed.comm` has those that libraries ask before anything has joined MPI. `mpispeed.sequence` is no package: a
+# module `cross_entropy` in it would take the place of the function.
 OTHERS = {
     "mpispeed.comm.init_distributed", "mpispeed.comm.is_initialized",
     "mpispeed.sequence.cross_entropy:", "mpispeed.sequence.layer:",
