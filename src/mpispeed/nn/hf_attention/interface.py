@@ -108,7 +108,9 @@ def _check_cut(
 
 def _begins_anew(running: Running, positions: torch.Tensor | None) -> bool:
     """Whether positions of this rank's tokens do not go on by one where the sequence does."""
-    if positions is None or positions.dim() != 2 or positions.shape[1] != running.layout.count(running.rank):
+    if positions is None or positions.is_meta or positions.dim() != 2:  # meta: an estimate, without values
+        return False
+    if positions.shape[1] != running.layout.count(running.rank):
         return False
     found = of_positions(positions, positions.shape[0])
     if found is None or found.spans is None:
