@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from mpispeed.nn.hf_attention import adopt
 from mpispeed.nn.sequence import running
 from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
 from mpispeed.nn.sequence.group import SequenceGroup
-from mpispeed.nn.sequence.handed import handed
+from mpispeed.nn.sequence.handed import hand, handed
 from mpispeed.nn.sequence.layout import Layout
 from mpispeed.nn.sequence.running import Running
 from mpispeed.pipe.module import PipelineModule
@@ -48,15 +48,19 @@ def attach(context: Context) -> Hooks | None:
     config = context.plan.config
     if context.mesh["sequence"].size == 1 and "sequence_parallel" not in config.model_fields_set:
         return None
-    group = group_of(context.mesh)
-    cuts = config.sequence_parallel.cuts_batches and getattr(context.given.mpu, "cuts_batches", True)
+    group, cuts = group_of(context.mesh), cuts_batches(context)
     if isinstance(context.module, PipelineModule):
         stage = PipelineSequence(group, cuts=cuts)
-        context.bus.subscribe(Event.CLOSE, lambda _: running.set_running(None))
+        context.bus.subscribe(Event.CLOSE, lambda _: running.leave(group))
         return Hooks(batch=stage.batch, chunk=stage.begin if cuts else None, published={"sequence": stage})
     sequence = Sequence(group, context.module, cuts=cuts)
     context.bus.subscribe(Event.CLOSE, lambda _: sequence.end())
     return Hooks(batch=sequence.batch, published={"sequence": sequence})
+
+
+def cuts_batches(context: Context) -> bool:
+    """Whether the engine cuts batches; else the script or its loader does, as the config or the given mpu says."""
+    return context.plan.config.sequence_parallel.cuts_batches and getattr(context.given.mpu, "cuts_batches", True)
 
 
 def group_of(mesh: Mesh) -> SequenceGroup:
@@ -99,6 +103,7 @@ class Sequence:
         try:
             self._check(kwargs)
             found = cut_inputs(args, kwargs, self._shape, self._wants)
+            self._check_length(found[2])
         except UsageError as error:
             problem = str(error)
         agree_on_batch(self.group, digest(args, kwargs), problem)
@@ -111,7 +116,9 @@ class Sequence:
     def _ended(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Mark the pass. Where a loader cuts batches, it is over: Trainers evaluate whole ones by the bare model."""
         running.mark(outputs)
-        if self._is_handed:
+        current = running.current()
+        if self._is_handed and current is not None:
+            hand(tensors(outputs), current)  # for the loss
             running.set_running(None)
 
     def _take_cut(self, inputs: Iterable[torch.Tensor], is_training: bool) -> None:
@@ -135,7 +142,15 @@ class Sequence:
         """Leave the model; it may go on without the engine."""
         for hook in self._hooks:
             hook.remove()
-        running.set_running(None)
+        running.leave(self.group)
+
+    def _check_length(self, layout: Layout) -> None:
+        if self._is_hub and layout.length < layout.size:
+            msg = (
+                f"a batch of {layout.length} tokens for the {layout.size} ranks of a sequence: {self._name} cannot "
+                "compute on a rank without a token; pad the batch to a token for each rank"
+            )
+            raise UsageError(msg)
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         if self._is_hub and kwargs.get("labels") is not None and not self._wants.items and self.group.size > 1:
@@ -177,8 +192,10 @@ class PipelineSequence:
         agree_on_batch(self.group, digest((inputs,), {}), problem)
         return found
 
-    def begin(self, inputs: Any) -> None:
-        """Tell attention of a chunk, before it runs, how long the sequence is. Collective over: the sequence axis.
+    def begin(self, inputs: Any) -> Callable[[Any], None]:
+        """Tell attention of a chunk, before it runs, how long the sequence is; returns what marks its outputs.
+
+        Collective over: the sequence axis.
 
         Raises:
             UsageError: on the rank whose layers have moved tokens.
@@ -195,6 +212,7 @@ class PipelineSequence:
             )
             raise UsageError(msg)
         running.set_running(Running(self.group, layout))
+        return running.mark
 
 
 def agree_on_batch(group: SequenceGroup, number: int, problem: str) -> None:

@@ -127,6 +127,13 @@ def set_running(running: Running | None) -> None:
             state.waiting = [*(other for other in state.waiting if other is not running), running][-_REMEMBERED:]
 
 
+def leave(group: SequenceGroup) -> None:
+    """Nothing is cut any more, if the running pass is of `group`; passes of other engines go on. Local."""
+    found = _state().forward
+    if found is not None and found.group is group:
+        set_running(None)
+
+
 @contextmanager
 def use(running: Running | None) -> Iterator[None]:
     """Context of a pass that is cut so. Local."""
