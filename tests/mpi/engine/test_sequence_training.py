@@ -189,3 +189,17 @@ def test_a_whole_tensor_is_cut_and_joined_again(comm):
         assert torch.equal(part.grad, comm.size * part.detach())
         with pytest.raises(UsageError, match="of 11 tokens; pass what is cut"):
             sequence.positions(torch.zeros(1, 12))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it tells once what it leaves out, locks of threads
+@pytest.mark.ranks(2)
+def test_compiled_models_share_sequences():
+    engine = start(settings(1, 2, 1, 1), model())
+    engine.compile(backend="eager")  # what is traced is the same with others
+    batches = data("packed", ROWS)
+    losses, grads = trained(engine, batches)
+    engine.destroy()
+    expected, own = plain(batches, 1)
+    assert losses == pytest.approx(expected, rel=BOUND)
+    close(grads[1], own[1])

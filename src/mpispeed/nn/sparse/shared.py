@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpispeed.base.errors import UnimplementedUse
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.sequence.running import Running, tell
+from mpispeed.nn.sequence.running import Eager, Running, tell
 from mpispeed.nn.sequence.ulysses import Trade, to_heads, to_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, tuple[int, int], Tensor | None], Tensor]
@@ -50,6 +50,11 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm,
 
     Collective over: the ranks of `comm`; the same in backward.
     """
+    return _attend_shared.run(q, k, v, running, comm, attend)
+
+
+@Eager
+def _attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm, attend: Attend) -> Tensor:
     trade = Trade(comm, running.layout.ulysses_counts(0), q.shape[1], q.shape[1])
     q, k, v = to_heads(q, k, v, trade)
     if q.shape[1]:
