@@ -24,7 +24,7 @@ class Attention(nn.Module):
 
     def __init__(self, plain: gpt.Attention, has_blocks: bool) -> None:
         super().__init__()
-        self.heads, self.qkv, self.out = plain.heads, plain.qkv, plain.out
+        self.heads, self.dropout, self.qkv, self.out = plain.heads, plain.dropout, plain.qkv, plain.out
         self.blocks = SparseSelfAttention(max_seq_length=SHAPE.block) if has_blocks else None
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
