@@ -73,7 +73,7 @@ class Memory:
 
 
 def _kept_as(point: Point) -> str:
-    """The settings on which activations of a sample depend: slices, parts, recomputed blocks, and where these are kept."""
+    """The settings on which activations of a sample depend: slices, parts, recomputed blocks, where these are kept."""
     kinds = ("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel_size")
     return repr(sorted((key, repr(value)) for key, value in point.items() if key.split(".")[0] in kinds))
 

@@ -298,7 +298,7 @@ def _numbers(raw: Mapping[str, Any], key: str) -> list[int]:
 
 
 def _sharing(config: Mapping[str, Any], least: int) -> int:
-    """Ranks that share each sample: stages of a pipeline x slices, by these settings, or `least`, x parts of sequences."""
+    """Ranks that share each sample: stages x slices, by these settings, or `least`, x parts of sequences."""
     tensor = config.get("tensor_parallel")
     tensor = tensor if isinstance(tensor, Mapping) else {}
     inner = tensor.get("tensor_parallel", tensor.get("tp"))
