@@ -225,3 +225,17 @@ def test_the_loss_of_a_batch_that_its_loader_has_cut_is_that_of_the_sequence(com
     hand([of_own], cut)
     assert sequence.cross_entropy(own, of_own).item() == pytest.approx(expected, rel=1e-6)  # fp32 in another order
     assert sequence.tiled_loss(nn.Identity(), own, of_own, 2).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it tells once what it leaves out, locks of threads
+@pytest.mark.ranks(2)
+def test_compiled_models_share_sequences():
+    engine = start(settings(1, 2, 1, 1), model())
+    engine.compile(backend="eager")  # what is traced is the same with others
+    batches = data("packed", ROWS)
+    losses, grads = trained(engine, batches)
+    engine.destroy()
+    expected, own = plain(batches, 1)
+    assert losses == pytest.approx(expected, rel=BOUND)
+    close(grads[1], own[1])

@@ -11,7 +11,7 @@ from mpispeed.nn.attention.core import as_autocast, attend, check
 from mpispeed.nn.attention.pieces import Piece
 from mpispeed.nn.sequence.layout import Layout
 from mpispeed.nn.sequence.ring import cached_pieces, ring_attention
-from mpispeed.nn.sequence.running import Running, current, tell
+from mpispeed.nn.sequence.running import Eager, Running, current, tell
 from mpispeed.nn.sequence.ulysses import Trade, to_heads, to_tokens
 
 
@@ -45,6 +45,13 @@ def attention(
     Collective over: the ranks of the sequence axis; the same in backward, so the loss of every rank has to depend on
         its output, also where none of its tokens counts.
     """
+    return _attention.run(q, k, v, causal, scale, dropout, running)
+
+
+@Eager
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | None, scale: float | None, dropout: float, running: Running | None
+) -> Tensor:
     q, k, v = as_autocast(q, k, v)
     check(q, k, v)
     found = current() if running is None else running

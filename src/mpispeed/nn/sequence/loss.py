@@ -37,6 +37,11 @@ def mean(total: torch.Tensor, count: torch.Tensor | float, comm: Comm | None = N
 
     Collective over: the sequence, in forward; backward needs no communication.
     """
+    return _mean.run(total, count, comm)
+
+
+@running.Eager
+def _mean(total: torch.Tensor, count: torch.Tensor | float, comm: Comm | None) -> torch.Tensor:
     comm = ranks_of(comm)
     wide = torch.promote_types(total.dtype, torch.float32)
     if comm is None or comm.size == 1:

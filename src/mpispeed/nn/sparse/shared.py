@@ -11,7 +11,7 @@ from mpispeed.base.errors import UnimplementedUse
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.attention.core import as_autocast, check
 from mpispeed.nn.sequence.attention import check_cut, idle
-from mpispeed.nn.sequence.running import Running, tell
+from mpispeed.nn.sequence.running import Eager, Running, tell
 from mpispeed.nn.sequence.ulysses import Trade, to_heads, to_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, tuple[int, int], Tensor | None], Tensor]
@@ -55,6 +55,11 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm,
     Raises:
         UsageError: the tensors are not this rank's part of the running batch.
     """
+    return _attend_shared.run(q, k, v, running, comm, attend)
+
+
+@Eager
+def _attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm, attend: Attend) -> Tensor:
     q, k, v = as_autocast(q, k, v)
     check(q, k, v)
     check_cut(q, k, running)
