@@ -151,6 +151,23 @@ def test_models_that_cannot_be_cut_are_refused(comm):
     engine.destroy()
 
 
+@pytest.mark.ranks(2, 3)
+def test_masks_by_place_are_known_and_empty_parts_refused(comm):
+    net = llama()
+    engine, *_ = mpispeed.initialize(model=copy.deepcopy(net), config=settings(comm, 0, comm.size))
+    whole = batch("padded")
+    by_place = (whole["input_ids"], whole["attention_mask"])
+    loss = engine(*by_place, labels=whole["labels"]).loss
+    expected = net(**whole).loss.detach()
+    torch.testing.assert_close(whole_loss(engine, loss), expected, rtol=BOUND, atol=0)
+    words = whole["input_ids"][:, : comm.size - 1]
+    with pytest.raises(UsageError, match="cannot take an empty part; pad batches"):
+        engine(words, labels=words)
+    with pytest.raises(UsageError, match=r"mpispeed\.sequence\.use\(None\)"):
+        engine.module(whole["input_ids"])  # the pass of the engine is still the one that runs
+    engine.destroy()
+
+
 @pytest.mark.ranks(2)
 def test_batches_that_parts_cannot_tell_are_refused_on_all_ranks(comm):
     engine, *_ = mpispeed.initialize(model=llama(), config=settings(comm, 0))

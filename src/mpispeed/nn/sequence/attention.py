@@ -143,8 +143,8 @@ def check_cut(q: Tensor, k: Tensor, running: Running) -> None:
     if not q.shape[2] == k.shape[2] == count:
         msg = (
             f"attention got {q.shape[2]} queries and {k.shape[2]} keys, but rank {rank} of the sequence axis has "
-            f"{count} of the {layout.length} tokens of the running batch: pass all of its tokens and no others, or run "
-            "what is no part of it in mpispeed.sequence.use(None)"
+            f"{count} of the {layout.length} tokens of the running batch: pass all of its tokens and no others; the "
+            "bare model takes whole sequences, to evaluate or generate, in `with mpispeed.sequence.use(None):`"
         )
         raise UsageError(msg)
     if layout.spans is not None and len(layout.spans) not in (1, q.shape[0]):
