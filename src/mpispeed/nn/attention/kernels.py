@@ -230,12 +230,16 @@ def _flash_backward(
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask of all pairs, in rows that start at multiples of 16 bytes, as the memory-efficient kernel wants it."""
+    """The mask of all pairs, in a buffer whose rows start at multiples of 16 elements, as torch's own attention does.
+
+    The kernel reads rows of neighbours from such starts; other dims may be expanded.
+    """
     if mask is None:
         return None
     length = k.shape[2]
-    mask = functional.pad(mask.to(q.dtype), (0, -length % 8)) if mask.shape[-1] == length else mask.to(q.dtype)
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], mask.shape[-1])[..., :length]
+    room = torch.zeros((*mask.shape[:-1], length + -length % 16), dtype=q.dtype, device=q.device)
+    room[..., :length] = mask
+    return room[..., :length].expand(*q.shape[:3], length)
 
 
 def _efficient(
@@ -273,11 +277,13 @@ def _efficient_backward(
     bias = _bias(q, k, mask)
     k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout, which is 0
-    lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
+    # in 16 bits the kernel reads the output itself and takes its tokens to be [heads, d] apart, whatever the strides
+    out = _padded(out).transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
         *[_padded(x) for x in (grad, q, k, v)],
         bias,
-        _padded(out),
+        out,
         lse,
         unused,
         unused,
