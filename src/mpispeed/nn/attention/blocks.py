@@ -1,8 +1,8 @@
-"""Block-sparse attention: by torch's compiled flex_attention where that serves (`flex`), else by the kernels for dense
-attention: tiles with gathered keys, many in one call.
+"""Block-sparse attention, by torch's compiled flex_attention (`flex`) or by the kernels for dense attention.
 
-Gathered keys of a call stay within a bound that fits the caches, in buffers that are used again: fresh memory for all
-of them would cost more time than the attention itself. Memory is linear in queries, keys and blocks.
+The latter take tiles with gathered keys, many in one call. Gathered keys of a call stay within a bound that fits the
+caches, in buffers that are used again: fresh memory for all of them would cost more time than the attention itself.
+Memory is linear in queries, keys and blocks.
 
 Source: Child et al., "Generating Long Sequences with Sparse Transformers", 2019 (attention by blocks).
 """

@@ -9,11 +9,10 @@ Source: Dong et al., "Flex Attention: A Programming Model for Generating Optimiz
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -94,7 +93,8 @@ def attend(
     """
     q, k, v = (x.contiguous() if 0 in x.stride() else x for x in (q, k, v))
     tiles, change = block_mask(blocks, q.device), change_of(q, mask, key_mask)
-    key = _shape(q, k, v, blocks, scale, mask, key_mask, tiles)
+    of_masks = None if mask is None else mask.shape, key_mask is not None
+    key = _shape((q, k, v), tiles, scale, blocks.block, blocks.is_causal, of_masks)
     if key not in _IS_COMPILED:
         if len(_IS_COMPILED) >= SHAPES_AT_MOST:
             return None
@@ -105,22 +105,11 @@ def attend(
 _IS_COMPILED: dict[tuple[Any, ...], bool] = {}
 
 
-def _shape(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: BlockList,
-    scale: float,
-    mask: Tensor | None,
-    key_mask: Tensor | None,
-    tiles: Any,
-) -> tuple[Any, ...]:
+def _shape(leaves: tuple[Tensor, ...], tiles: Any, *constants: object) -> tuple[Any, ...]:
     """All that the compiler takes for constant."""
-    of_tensors = [(x.shape, x.stride(), x.requires_grad) for x in (q, k, v)]
-    widths = tiles.kv_indices.shape, tiles.q_indices.shape
-    of_masks = None if mask is None else tuple(mask.shape), key_mask is not None
-    where = q.device, q.dtype, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    return *of_tensors, scale, blocks.block, blocks.is_causal, widths, of_masks, where
+    of_tensors = [(x.shape, x.stride(), x.requires_grad) for x in leaves]
+    where = leaves[0].device, leaves[0].dtype, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    return *of_tensors, tiles.kv_indices.shape, tiles.q_indices.shape, *where, *constants
 
 
 def _try(q: Tensor, k: Tensor, v: Tensor, tiles: Any, change: Change | None, scale: float) -> bool:
@@ -148,7 +137,9 @@ def _same(x: Any) -> Any:
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, tiles: Any, change: Change | None, scale: float) -> Tensor:
-    with _room_for_shapes(), torch.autocast(q.device.type, enabled=False):
+    # torch gives a function up after 8 compilations; ours are counted by `SHAPES_AT_MOST`
+    limits = torch._dynamo.config.patch(recompile_limit=8 * SHAPES_AT_MOST, accumulated_recompile_limit=1 << 16)
+    with limits, torch.autocast(q.device.type, enabled=False):
         out: Tensor = _compiled()(q, k, v, tiles, change, scale, q.shape[1] != k.shape[1])
     return out
 
@@ -164,13 +155,6 @@ def _compiled() -> Callable[..., Tensor]:
         return found
 
     return torch.compile(attention, dynamic=False, fullgraph=True)
-
-
-@contextlib.contextmanager
-def _room_for_shapes() -> Iterator[None]:
-    """Torch gives a function up after 8 compilations; ours are counted by `SHAPES_AT_MOST`."""
-    with torch._dynamo.config.patch(recompile_limit=8 * SHAPES_AT_MOST, accumulated_recompile_limit=1 << 16):
-        yield
 
 
 def change_of(q: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Change | None:
