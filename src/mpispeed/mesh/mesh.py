@@ -403,7 +403,12 @@ class Mesh:
         return self.world.comm.split(color, peers, named, reduction=self.reduction, comm_trace=self.comm_trace)
 
     def _spoken(self, axes: Key) -> Key:
-        """The alias that means exactly these axes, if there is one, so that the trace shows names that users know."""
+        """The alias that means exactly these axes, if there is one, so that the trace shows names that users know.
+
+        An axis that is not divided keeps its name.
+        """
+        if len(axes) == 1 and "." not in axes[0]:
+            return axes
         for alias, parts in self.topology.aliases:
             if axes and tuple(p for p in parts if self.topology.group_size(p) > 1) == axes:
                 return (alias,)
