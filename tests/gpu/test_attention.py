@@ -176,7 +176,9 @@ def check_blocks(device, dtype, causal, block, kind, blocks=9, **options):
     q, k, v, grad = drawn(device, dtype, 2, heads, 2, length, length)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = attend_blocks(*leaves, BlockList.of(layout, block), is_causal=causal, **options)
-    assert ("_AttendBlocks" in type(out.grad_fn).__name__) != flex.IS_WANTED
+    # masks of pairs in 16 bits need more shared memory than there is
+    is_compiled = flex.IS_WANTED and ("mask" not in options or dtype == torch.float32)
+    assert ("_AttendBlocks" in type(out.grad_fn).__name__) != is_compiled
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     allowed = layout.bool().to(device).repeat_interleave(block, 1).repeat_interleave(block, 2)
     mask = options.get("mask")
@@ -224,7 +226,7 @@ def test_compiled_blocks_are_masked_attention(device, dtype, causal, block, kind
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", MASKS, ids=str)
-def test_compiled_blocks_take_masks_of_keys_and_of_pairs(device, dtype, shape):
+def test_compiled_blocks_take_masks_where_they_fit(device, dtype, shape):
     check_blocks(device, dtype, True, 16, "random", **masks_of(device, dtype, shape))
 
 

@@ -63,7 +63,7 @@ def attend_blocks(
     _check_layout(q, k, blocks, mask, key_mask, is_causal)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     blocks = blocks.causal if is_causal else blocks
-    if flex.serves(q, k):
+    if flex.serves(q, k, mask):
         compiled = flex.attend(q, k, v, blocks, scale, mask, key_mask)
         if compiled is not None:
             return compiled

@@ -53,11 +53,14 @@ class Visits(NamedTuple):
     full_columns: Tensor
 
 
-def serves(q: Tensor, k: Tensor) -> bool:
-    """Whether the compiled kernel takes such queries and keys, as far as that is known without compiling."""
+def serves(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Whether the compiled kernel takes such queries, keys and masks of pairs, as far as known without compiling."""
     if not IS_WANTED or q.device.type != "cuda" or not torch.version.cuda:
         return False
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or q.shape[-1] not in WIDTHS:
+        return False
+    # in 16 bits torch's tiles with a mask of pairs beside them do not fit the shared memory of an H200
+    if mask is not None and q.dtype != torch.float32:
         return False
     # fewer queries than a tile would take another kernel of torch's, for decoding
     if not q.numel() or not k.numel() or q.shape[2] < TILE or not _is_triton_there(q.device):
@@ -159,29 +162,19 @@ def _compiled() -> Callable[..., Tensor]:
 
 def change_of(q: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Change | None:
     """What is done to the score of a pair, as flex_attention takes it: masks are added, in q's dtype."""
+    if mask is None and key_mask is None:
+        return None
     keys = None if key_mask is None else key_mask.detach().to(q.dtype).contiguous()
-    if mask is None:
-        if keys is None:
-            return None
+    pairs = None if mask is None else mask.detach().to(q.dtype).expand(*(1,) * (4 - mask.dim()), *mask.shape)
+    rows, heads = (0, 0) if pairs is None else (int(pairs.shape[0] > 1), int(pairs.shape[1] > 1))
+    pairs = None if pairs is None else pairs.contiguous()
 
-        def add_keys(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + keys[row, key]
+    def add(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if pairs is not None:
+            score = score + pairs[row * rows, head * heads, query, key]
+        return score if keys is None else score + keys[row, key]
 
-        return add_keys
-    mask = mask.detach().to(q.dtype)
-    pairs = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape).contiguous()
-    rows, heads = int(pairs.shape[0] > 1), int(pairs.shape[1] > 1)
-    if keys is None:
-
-        def add_pairs(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + pairs[row * rows, head * heads, query, key]
-
-        return add_pairs
-
-    def add_both(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + pairs[row * rows, head * heads, query, key] + keys[row, key]
-
-    return add_both
+    return add
 
 
 _MASKS: WeakKeyDictionary[BlockList, dict[torch.device, Any]] = WeakKeyDictionary()

@@ -91,4 +91,4 @@ def test_scores_get_what_the_masks_add(shape, has_keys):
 
 def test_the_cpu_is_not_served():
     q = torch.zeros(1, 1, 256, 64)
-    assert not flex.serves(q, q)
+    assert not flex.serves(q, q, None)
