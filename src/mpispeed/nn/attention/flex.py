@@ -162,19 +162,29 @@ def _compiled() -> Callable[..., Tensor]:
 
 def change_of(q: Tensor, mask: Tensor | None, key_mask: Tensor | None) -> Change | None:
     """What is done to the score of a pair, as flex_attention takes it: masks are added, in q's dtype."""
-    if mask is None and key_mask is None:
-        return None
     keys = None if key_mask is None else key_mask.detach().to(q.dtype).contiguous()
-    pairs = None if mask is None else mask.detach().to(q.dtype).expand(*(1,) * (4 - mask.dim()), *mask.shape)
-    rows, heads = (0, 0) if pairs is None else (int(pairs.shape[0] > 1), int(pairs.shape[1] > 1))
-    pairs = None if pairs is None else pairs.contiguous()
+    if mask is None:
+        if keys is None:
+            return None
 
-    def add(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if pairs is not None:
-            score = score + pairs[row * rows, head * heads, query, key]
-        return score if keys is None else score + keys[row, key]
+        def add_keys(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + keys[row, key]
 
-    return add
+        return add_keys
+    mask = mask.detach().to(q.dtype)
+    pairs = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape).contiguous()
+    rows, heads = int(pairs.shape[0] > 1), int(pairs.shape[1] > 1)
+    if keys is None:
+
+        def add_pairs(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + pairs[row * rows, head * heads, query, key]
+
+        return add_pairs
+
+    def add_both(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + pairs[row * rows, head * heads, query, key] + keys[row, key]
+
+    return add_both
 
 
 _MASKS: WeakKeyDictionary[BlockList, dict[torch.device, Any]] = WeakKeyDictionary()

@@ -246,7 +246,8 @@ def _efficient(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if mask is not None and q.dtype != torch.float32:
-        # seen with torch 2.11 on an H200: backward of 16 bits with a mask gives a wrong dq, or reads memory not its own
+        # backward in 16 bits gave a wrong dq, or read memory not its own, on an H200 (torch 2.11): the layout of the
+        # output, see `_efficient_backward`; this way in fp32 is the one that has been seen to be right there since
         out, lse = _efficient(q.float(), k.float(), v.float(), is_causal, scale, mask)
         return out.to(q.dtype), lse
     width, length = q.shape[-1], q.shape[2]
