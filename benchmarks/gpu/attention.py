@@ -3,14 +3,16 @@
     python benchmarks/gpu/attention.py
 
 bf16, 8 heads of 64 elements. Seconds with the host's part and of the device alone. Block-sparse layouts are causal,
-with one block of 8 below the diagonal; their peers are torch's dense causal attention, and its compiled flex_attention
-with the same blocks, where torch has it and compiles. Documents and a ring's steps do a known share of the work of the
-whole, so the rate of pairs beside that of the whole sequence in one call shows what pieces cost.
+with one block of 8 below the diagonal, computed as `attend_blocks` does (by torch's compiled flex_attention where that
+serves) and by tiles with gathered keys; their peer is torch's dense causal attention. Documents and a ring's steps do a
+known share of the work of the whole, so the rate of pairs beside that of the whole sequence in one call shows what
+pieces cost.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,12 +22,12 @@ from timing import interleaved, need_gpu, parser_of, write_results
 from torch import Tensor
 from torch.nn import functional
 
-from mpispeed.nn.attention import Piece, attend, pieces_of
-from mpispeed.nn.attention.blocks import BlockList, attend_blocks
+from mpispeed.nn.attention import BlockList, Piece, attend, attend_blocks, flex, pieces_of
 
 HEADS, WIDTH, SHARE = 8, 64, 8
 SHAPES = ((8192, 16), (8192, 64), (8192, 128), (32768, 64), (32768, 128))
 """Tokens, and tokens of a block."""
+GATHERED_FROM = 64  # smaller blocks take the other way too long to be timed along
 RING = 4
 HOST_SECONDS = 20e-3  # at most, of one call
 
@@ -77,42 +79,33 @@ def layout_of(blocks: int) -> Tensor:
     return (kept | torch.eye(blocks, dtype=torch.bool)).tril().unsqueeze(0)
 
 
-def flex_of(layout: Tensor, block: int, length: int) -> Callable[..., Tensor] | None:
-    """Torch's compiled flex_attention with the same blocks; it takes no blocks below 128."""
-    if block < 128:
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # not in older releases
-
-    allowed = layout[0].cuda()
-
-    def pairs(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & allowed[query // block, key // block]
-
-    mask = create_block_mask(pairs, None, None, length, length, device="cuda", BLOCK_SIZE=block)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+def gathered(q: Tensor, k: Tensor, v: Tensor, blocks: BlockList) -> Tensor:
+    """By tiles with gathered keys, whatever is served else."""
+    flex.IS_WANTED = False
+    try:
+        return attend_blocks(q, k, v, blocks, is_causal=True)
+    finally:
+        flex.IS_WANTED = True
 
 
 def sparse(length: int, block: int, rounds: int) -> dict[str, Any]:
-    """One layout, and how far its result is from that of flex_attention."""
+    """One layout, whether the compiled kernel serves it, and how far the two ways are from each other."""
     leaves, grad = tensors_of(length)
     layout = layout_of(length // block)
     blocks = BlockList.of(layout, block)
+    began = time.perf_counter()
+    found, other = attend_blocks(*leaves, blocks, is_causal=True), gathered(*leaves, blocks)
+    is_compiled = "_AttendBlocks" not in type(found.grad_fn).__name__
+    grads = [torch.autograd.grad(out, leaves, grad) for out in (found, other)]
+    off = [((a - b).norm() / b.norm()).item() for a, b in ((found, other), *zip(*grads, strict=True))]
+    record: dict[str, Any] = {"tokens": length, "block": block, "kept": layout.sum().item() / layout.numel()}
+    record |= {"is_compiled": is_compiled, "first_seconds": time.perf_counter() - began, "off_gathered": off}
     calls = {
         "ours": both(lambda q, k, v: attend_blocks(q, k, v, blocks, is_causal=True), leaves, grad),
         "dense": both(dense, leaves, grad),
     }
-    record: dict[str, Any] = {"tokens": length, "block": block, "kept": layout.sum().item() / layout.numel()}
-    try:
-        flex = flex_of(layout, block, length)
-        if flex is not None:
-            found, other = attend_blocks(*leaves, blocks, is_causal=True), flex(*leaves)
-            record["off_flex"] = ((found - other).norm() / other.norm()).item()
-            calls["flex"] = both(flex, leaves, grad)
-            calls["flex"]()
-    except Exception as error:  # a peer that this torch cannot compile is left out, and said
-        record["flex"] = repr(error)[:300]
-        calls.pop("flex", None)
+    if block >= GATHERED_FROM:
+        calls["gathered"] = both(lambda q, k, v: gathered(q, k, v, blocks), leaves, grad)
     record |= measured(calls, rounds)
     device = record["device_seconds"]
     record["dense_over_ours"] = device["dense"] / device["ours"]

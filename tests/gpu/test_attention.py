@@ -9,6 +9,7 @@ from mpispeed.nn.attention import (
     BlockList,
     attend,
     attend_blocks,
+    flex,
     kernels,
     merge,
     partial,
@@ -168,36 +169,65 @@ def layout_of(heads, blocks, kind):
     return layout
 
 
+def check_blocks(device, dtype, causal, block, kind, blocks=9, **options):
+    """`attend_blocks` beside plain attention; by the compiled kernel or by gathered keys as flex.IS_WANTED says."""
+    heads, length = 4, blocks * block
+    layout = layout_of(heads, blocks, kind)
+    q, k, v, grad = drawn(device, dtype, 2, heads, 2, length, length)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend_blocks(*leaves, BlockList.of(layout, block), is_causal=causal, **options)
+    # masks of pairs in 16 bits need more shared memory than there is
+    is_compiled = flex.IS_WANTED and ("mask" not in options or dtype == torch.float32)
+    assert ("_AttendBlocks" in type(out.grad_fn).__name__) != is_compiled
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    allowed = layout.bool().to(device).repeat_interleave(block, 1).repeat_interleave(block, 2)
+    mask = options.get("mask")
+    if mask is not None:
+        mask = mask.double() + options["key_mask"].double()[:, None, None]
+    expected = plain(q, k, v, grad, allowed.tril() if causal else allowed, mask)
+    check(found, [expected[0], *expected[2:]], dtype, ("out", "dq", "dk", "dv"))
+
+
+def masks_of(device, dtype, shape):
+    """Of pairs and of keys, with a hidden row and hidden keys."""
+    source = torch.Generator(device).manual_seed(3)
+    mask, of_keys = (torch.randn(size, device=device, generator=source).to(dtype) for size in (shape, (2, 144)))
+    of_keys[1, 100:] = -torch.inf
+    mask[..., 7, :] = -torch.inf
+    return {"mask": mask, "key_mask": of_keys}
+
+
+MASKS = [(144, 144), (2, 4, 144, 144)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("kind", ["random", "of heads", "window"])
-def test_blocks_are_masked_attention(device, dtype, causal, block, kind):
-    heads, blocks, length = 4, 9, 9 * block
-    layout = layout_of(heads, blocks, kind)
-    q, k, v, grad = drawn(device, dtype, 2, heads, 2, length, length)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend_blocks(*leaves, BlockList.of(layout, block), is_causal=causal)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    allowed = layout.bool().to(device).repeat_interleave(block, 1).repeat_interleave(block, 2)
-    expected = plain(q, k, v, grad, allowed.tril() if causal else allowed)
-    check(found, [expected[0], *expected[2:]], dtype, ("out", "dq", "dk", "dv"))
+def test_gathered_blocks_are_masked_attention(device, monkeypatch, dtype, causal, block, kind):
+    monkeypatch.setattr(flex, "IS_WANTED", False)
+    check_blocks(device, dtype, causal, block, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(128, 128), (2, 4, 128, 128)], ids=str)
-def test_blocks_take_masks_of_keys_and_of_pairs(device, dtype, shape):
-    q, k, v, grad = drawn(device, dtype, 2, 4, 4, 128, 128)
-    source = torch.Generator(device).manual_seed(3)
-    mask, of_keys = (torch.randn(size, device=device, generator=source).to(dtype) for size in (shape, (2, 128)))
-    of_keys[1, 100:] = -torch.inf
-    mask[..., 7, :] = -torch.inf
-    leaves, layout = [x.requires_grad_() for x in (q, k, v)], layout_of(4, 8, "random")
-    out = attend_blocks(*leaves, BlockList.of(layout, 16), mask=mask, key_mask=of_keys)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    allowed = layout.bool().to(device).repeat_interleave(16, 1).repeat_interleave(16, 2)
-    expected = plain(q, k, v, grad, allowed, mask.double() + of_keys.double()[:, None, None])
-    check(found, [expected[0], *expected[2:]], dtype, ("out", "dq", "dk", "dv"))
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_gathered_blocks_take_masks_of_keys_and_of_pairs(device, monkeypatch, dtype, shape):
+    monkeypatch.setattr(flex, "IS_WANTED", False)
+    check_blocks(device, dtype, False, 16, "random", **masks_of(device, dtype, shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "block", "causal"), [("random", 64, True), ("of heads", 16, False), ("window", 128, True)]
+)
+def test_compiled_blocks_are_masked_attention(device, dtype, causal, block, kind):
+    check_blocks(device, dtype, causal, block, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_compiled_blocks_take_masks_where_they_fit(device, dtype, shape):
+    check_blocks(device, dtype, True, 16, "random", **masks_of(device, dtype, shape))
 
 
 def test_merges_of_what_has_no_key(device):

@@ -103,6 +103,11 @@ class BlockList:
             raise UsageError(msg)
         return cls(layout.bool(), block)
 
+    @property
+    def layout(self) -> Tensor:
+        """[heads, query blocks, key blocks], bool, on the CPU; not to be changed."""
+        return self._layout
+
     @functools.cached_property
     def causal(self) -> BlockList:
         """The same list without blocks above the diagonal; blocks on it are causal by token."""

@@ -1,7 +1,8 @@
-"""Block-sparse attention by the kernels for dense attention: tiles with gathered keys, many in one call.
+"""Block-sparse attention, by torch's compiled flex_attention (`flex`) or by the kernels for dense attention.
 
-Gathered keys of a call stay within a bound that fits the caches, in buffers that are used again: fresh memory for all
-of them would cost more time than the attention itself. Memory is linear in queries, keys and blocks.
+The latter take tiles with gathered keys, many in one call. Gathered keys of a call stay within a bound that fits the
+caches, in buffers that are used again: fresh memory for all of them would cost more time than the attention itself.
+Memory is linear in queries, keys and blocks.
 
 Source: Child et al., "Generating Long Sequences with Sparse Transformers", 2019 (attention by blocks).
 """
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from mpispeed.base.errors import UsageError
+from mpispeed.nn.attention import flex
 from mpispeed.nn.attention.block_list import BlockList, Tiles
 from mpispeed.nn.attention.core import as_autocast, check
 from mpispeed.nn.attention.kernels import partial, partial_backward, wide
 
 GATHERED_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 """Of gathered keys in one call; on CPU they stay in the caches."""
+
+TILES_AT_MOST = 1 << 15
+"""Of one call: a grid of CUDA has fewer than 2^16 blocks along the batch."""
 
 
 def attend_blocks(
@@ -57,7 +62,12 @@ def attend_blocks(
     check(q, k, v)
     _check_layout(q, k, blocks, mask, key_mask, is_causal)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = _AttendBlocks.apply(q, k, v, blocks.causal if is_causal else blocks, scale, mask, key_mask)
+    blocks = blocks.causal if is_causal else blocks
+    if flex.serves(q, k, mask):
+        compiled = flex.attend(q, k, v, blocks, scale, mask, key_mask)
+        if compiled is not None:
+            return compiled
+    out: Tensor = _AttendBlocks.apply(q, k, v, blocks, scale, mask, key_mask)
     return out
 
 

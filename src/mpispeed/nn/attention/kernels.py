@@ -230,19 +230,24 @@ def _flash_backward(
 
 
 def _bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask of all pairs, in rows that start at multiples of 16 bytes, as the memory-efficient kernel wants it."""
+    """The mask of all pairs, in a buffer whose rows start at multiples of 16 elements, as torch's own attention does.
+
+    The kernel reads rows of neighbours from such starts; other dims may be expanded.
+    """
     if mask is None:
         return None
     length = k.shape[2]
-    mask = functional.pad(mask.to(q.dtype), (0, -length % 8)) if mask.shape[-1] == length else mask.to(q.dtype)
-    return mask.expand(q.shape[0], q.shape[1], q.shape[2], mask.shape[-1])[..., :length]
+    room = torch.zeros((*mask.shape[:-1], length + -length % 16), dtype=q.dtype, device=q.device)
+    room[..., :length] = mask
+    return room[..., :length].expand(*q.shape[:3], length)
 
 
 def _efficient(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if mask is not None and q.dtype != torch.float32:
-        # seen with torch 2.11 on an H200: backward of 16 bits with a mask gives a wrong dq, or reads memory not its own
+        # backward in 16 bits gave a wrong dq, or read memory not its own, on an H200 (torch 2.11): the layout of the
+        # output, see `_efficient_backward`; this way in fp32 is the one that has been seen to be right there since
         out, lse = _efficient(q.float(), k.float(), v.float(), is_causal, scale, mask)
         return out.to(q.dtype), lse
     width, length = q.shape[-1], q.shape[2]
@@ -273,11 +278,13 @@ def _efficient_backward(
     bias = _bias(q, k, mask)
     k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout, which is 0
-    lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    lse = functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
+    # in 16 bits the kernel reads the output itself and takes its tokens to be [heads, d] apart, whatever the strides
+    out = _padded(out).transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
         *[_padded(x) for x in (grad, q, k, v)],
         bias,
-        _padded(out),
+        out,
         lse,
         unused,
         unused,
