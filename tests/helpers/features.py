@@ -18,6 +18,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.moe import MoE
+from mpispeed.nn.sparse import SparseSelfAttention
 from tests.helpers.compression import IN_PAIRS
 from tests.helpers.feature_models import Whole
 from tests.helpers.features_of_data import TEXTS, compresses, drops_layers, drops_tokens, grows, is_sampled, recomputed
@@ -203,6 +204,12 @@ def _sequence_is_cut(run: Run) -> bool:
     return run.engine.mesh["model"].size == 2 and any(cut is not None for cut in cuts)
 
 
+def _attends_to_blocks(run: Run) -> bool:
+    """True if attention of this rank, where it has one, has the pattern of the config, and ran with it."""
+    layers = [each for each in run.engine.module.modules() if isinstance(each, SparseSelfAttention)]
+    return all(each.sparsity_config.block == 2 and each._blocks for each in layers)
+
+
 def _elastic(settings: dict[str, Any], folder: Path) -> None:
     settings.pop("train_batch_size", None)
     settings["elasticity"] = {"enabled": True, "max_train_batch_size": BATCH, "micro_batch_sizes": [6, 8, 12]}
@@ -314,8 +321,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "sequence axis", ("sequence",), lambda run: run.engine.mesh["sequence"].size == 2,
-        _all(put("sequence_parallel_size", 2), put("sequence_parallel.cuts_batches", False)), keeps=CLOSE,
-        axes={"sequence": 2},
+        put("sequence_parallel_size", 2), keeps=CLOSE, axes={"sequence": 2},
+    ),
+    Feature(
+        "sparse attention", ("sparse_attention", "blocks"), _attends_to_blocks,
+        put("sparse_attention", {"mode": "fixed", "block": 2, "num_local_blocks": 2, "attention": "unidirectional"}),
+        keeps=FINAL,
     ),
     Feature("experts", ("experts", "mark_distinct", "parameters of their own"), _shares_experts, keeps=FINAL),
     Feature(

@@ -152,13 +152,13 @@ class Run:
         axes = {name: size for feature in self.features for name, size in feature.axes.items()}
         recomputes = "activation checkpointing" in self.names
         is_sparse = bool(self.names & {"torch.optim.SparseAdam", "sparse gradients"})
-        ep_size = 2 * ("experts" in self.names)
+        ep_size, has_blocks = 2 * ("experts" in self.names), "sparse attention" in self.names
         if "pipe" not in axes:
-            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse, ep_size=ep_size)
+            return Whole(seed=seed, recomputes=recomputes, is_sparse=is_sparse, ep_size=ep_size, has_blocks=has_blocks)
         slices = axes.get("model", 1)
         data = mpispeed.init_distributed().size // (axes["pipe"] * slices)
         model = PipelineModule(
-            layers(ep_size=ep_size),
+            layers(ep_size=ep_size, has_blocks=has_blocks),
             topology=PipeModelDataParallelTopology(num_pp=axes["pipe"], num_mp=slices, num_dp=data),
             loss_fn=rows.gpt_layers.cross_entropy, seed_layers=True, base_seed=seed,
             activation_checkpoint_interval=int(recomputes),
@@ -467,7 +467,8 @@ def _forecast(features: tuple[Feature, ...], stage: int) -> Outcome:
         settings = _settings(features, Path(scratch), stage)
         config = Path(scratch) / "ds.json"
         config.write_text(json.dumps(settings))
-        model = "WholeWithExperts" if any(feature.name == "experts" for feature in features) else "Whole"
+        kinds = {"experts": "WholeWithExperts", "sparse attention": "WholeWithBlocks"}
+        model = next((kinds[feature.name] for feature in features if feature.name in kinds), "Whole")
         words = [str(config), "-n", "4", "--model", f"{Whole.__module__}:{model}", "--memory", "1e12", "--json"]
         words += ["--zero-init"] if any(feature.name == "zero.Init" for feature in features) else []
         done = CliRunner().invoke(plan, words)

@@ -73,7 +73,7 @@ def own_part(engine: Any, batch: Batch, micro: int = 0) -> tuple[torch.Tensor, .
     """This rank's share of micro-batch `micro` of a global batch."""
     tensors = (batch,) if isinstance(batch, torch.Tensor) else batch
     mesh, accumulation = engine.mpispeed.parts.mesh, engine.gradient_accumulation_steps()
-    rank, size = mesh.index("data"), mesh["data"].size
+    rank, size = mesh.index("batch"), mesh["batch"].size
     count = tensors[0].shape[0] // (size * accumulation)
     first = (micro * size + rank) * count
     return tuple(tensor[first : first + count] for tensor in tensors)

@@ -79,7 +79,7 @@ class Attached:
         self._rows: dict[str, tuple[Feature, Hooks]] = {}
         self.published: dict[str, Any] = {}
         self.batches: list[Callable[[Any, bool], Any]] = []
-        self.chunks: list[Callable[[Any], None]] = []
+        self.chunks: list[Callable[[Any], Callable[[Any], None] | None]] = []
         self.before_backwards: list[Callable[[torch.Tensor], None]] = []
         self.global_batches: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []

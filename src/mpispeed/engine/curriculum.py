@@ -15,6 +15,7 @@ from mpispeed.base.events import Event
 from mpispeed.curriculum.schedule import CurriculumScheduler
 from mpispeed.curriculum.truncation import truncate
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.sequence import cuts_batches
 from mpispeed.pipe.module import PipelineModule
 
 if TYPE_CHECKING:
@@ -162,11 +163,11 @@ def attach(context: Context) -> Hooks:
     if not config.curriculum_learning.enabled:
         return Hooks(published={"curricula": curricula})
     is_of_length, size = config.curriculum_learning.curriculum_type == SEQLEN, context.mesh["sequence"].size
-    if is_of_length and size > 1 and not config.sequence_parallel.cuts_batches:
+    if is_of_length and size > 1 and not cuts_batches(context):
         msg = (
-            f"curriculum_learning shortens whole sequences, of which {size} ranks have parts that the script has cut, "
-            "as sequence_parallel.cuts_batches is false; set it to true, or disable curriculum_learning and shorten "
-            "them before the cut (mpispeed.curriculum.truncate)"
+            f"curriculum_learning shortens whole sequences, of which {size} ranks have parts that the script or its "
+            "loader has cut, as sequence_parallel.cuts_batches or the mpu says; let the engine cut, or disable "
+            "curriculum_learning and shorten them before the cut (mpispeed.curriculum.truncate)"
         )
         raise ConfigError(msg)
     growth = Growth(context)

@@ -32,7 +32,8 @@ class Hooks:
         step_parts: parts of a step with their places; each is called with the step's context, on every rank.
         batch: called as `batch(inputs, is_training)` with all inputs of a forward pass (a pair of positional and
             keyword arguments; for a pipeline the batch that a stage loaded); returns them, changed or not.
-        chunk: called with the inputs of each chunk of a pipeline before it runs, on every stage.
+        chunk: called with the inputs of each chunk of a pipeline before it runs, on every stage; it may return a
+            function that is called with the outputs.
         before_backward: called by `engine.backward(loss)` with the loss, before it is divided by accumulation steps and
             its gradients are computed; its graph has to stay. Not called by pipelines, nor by `loss.backward()`.
         global_batch: called before a pipeline trains a global batch, on every rank, before stages load data. Others
@@ -56,7 +57,7 @@ class Hooks:
 
     step_parts: Sequence[tuple[Place, StepPart]] = ()
     batch: Callable[[Any, bool], Any] | None = None
-    chunk: Callable[[Any], None] | None = None
+    chunk: Callable[[Any], Callable[[Any], None] | None] | None = None
     before_backward: Callable[[torch.Tensor], None] | None = None
     global_batch: Callable[[], None] | None = None
     begun: Callable[[Any], None] | None = None

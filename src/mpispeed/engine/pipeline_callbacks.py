@@ -161,10 +161,12 @@ class StageDuties:
         parts.begin_forward(self._passes[chunk], is_training=self._is_training)
         self._passes[chunk] += 1
         start = parts.clock.now()
-        for begin in parts.features.chunks:
-            begin(inputs)
+        ends = [begin(inputs) for begin in parts.features.chunks]
         with parts.sharding.running(self._model), parts.casting.named():
             outputs = self._model.chunk(chunk)(inputs)
+        for end in ends:
+            if end is not None:
+                end(outputs)
         parts.passes.end(outputs)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return outputs

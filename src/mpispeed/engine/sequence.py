@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.nn.hf_attention import adopt
 from mpispeed.nn.sequence import running
-from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
+from mpispeed.nn.sequence.cut import NAMED, Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
 from mpispeed.nn.sequence.group import SequenceGroup
-from mpispeed.nn.sequence.handed import handed
+from mpispeed.nn.sequence.handed import hand, handed
 from mpispeed.nn.sequence.layout import Layout
 from mpispeed.nn.sequence.running import Running
 from mpispeed.pipe.module import PipelineModule
@@ -48,15 +48,19 @@ def attach(context: Context) -> Hooks | None:
     config = context.plan.config
     if context.mesh["sequence"].size == 1 and "sequence_parallel" not in config.model_fields_set:
         return None
-    group = group_of(context.mesh)
-    cuts = config.sequence_parallel.cuts_batches and getattr(context.given.mpu, "cuts_batches", True)
+    group, cuts = group_of(context.mesh), cuts_batches(context)
     if isinstance(context.module, PipelineModule):
         stage = PipelineSequence(group, cuts=cuts)
-        context.bus.subscribe(Event.CLOSE, lambda _: running.set_running(None))
+        context.bus.subscribe(Event.CLOSE, lambda _: running.leave(group))
         return Hooks(batch=stage.batch, chunk=stage.begin if cuts else None, published={"sequence": stage})
     sequence = Sequence(group, context.module, cuts=cuts)
     context.bus.subscribe(Event.CLOSE, lambda _: sequence.end())
     return Hooks(batch=sequence.batch, published={"sequence": sequence})
+
+
+def cuts_batches(context: Context) -> bool:
+    """Whether the engine cuts batches; else the script or its loader does, as the config or the given mpu says."""
+    return context.plan.config.sequence_parallel.cuts_batches and getattr(context.given.mpu, "cuts_batches", True)
 
 
 def group_of(mesh: Mesh) -> SequenceGroup:
@@ -80,6 +84,7 @@ class Sequence:
         # transformers' models keep their own attention where nothing is cut, and read padding from the mask
         self._wants = wants if group.size > 1 else replace(wants, mask=True)
         self._is_hub = _is_hub(_named(module))
+        self._params = _places_of(module)
         self._shape = Shape(group.ulysses.size, group.ring.size, group.rank)
         self._hooks = [module.register_forward_hook(self._ended)]
 
@@ -91,14 +96,15 @@ class Sequence:
         Raises:
             UsageError: on all ranks of the sequence, if one cannot cut its batch, or has another one.
         """
-        args, kwargs = inputs
         if not self.cuts_batches:
-            self._take_cut(tensors((args, kwargs)), is_training)
+            self._take_cut(tensors(inputs), is_training)
             return inputs
+        args, kwargs = by_names(self._params, *inputs)
         problem, found = "", None
         try:
             self._check(kwargs)
             found = cut_inputs(args, kwargs, self._shape, self._wants)
+            self._check_layout(found[2])
         except UsageError as error:
             problem = str(error)
         agree_on_batch(self.group, digest(args, kwargs), problem)
@@ -111,7 +117,9 @@ class Sequence:
     def _ended(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Mark the pass. Where a loader cuts batches, it is over: Trainers evaluate whole ones by the bare model."""
         running.mark(outputs)
-        if self._is_handed:
+        current = running.current()
+        if self._is_handed and current is not None:
+            hand(tensors(outputs), current)  # for the loss
             running.set_running(None)
 
     def _take_cut(self, inputs: Iterable[torch.Tensor], is_training: bool) -> None:
@@ -135,7 +143,7 @@ class Sequence:
         """Leave the model; it may go on without the engine."""
         for hook in self._hooks:
             hook.remove()
-        running.set_running(None)
+        running.leave(self.group)
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         if self._is_hub and kwargs.get("labels") is not None and not self._wants.items and self.group.size > 1:
@@ -146,6 +154,16 @@ class Sequence:
             raise UsageError(msg)
         if kwargs.get("past_key_values") is not None and self.group.size > 1:
             msg = "past_key_values are of whole sequences: a model whose sequences are cut over ranks takes no cache"
+            raise UsageError(msg)
+
+    def _check_layout(self, layout: Layout) -> None:
+        """Refuse empty parts where layers of transformers cannot take them; the other ranks would wait for ever."""
+        if self._is_hub and layout.size > 1 and not all(layout.count(rank) for rank in range(layout.size)):
+            msg = (
+                f"a sequence of {layout.length} tokens has none for some of its {layout.size} ranks, and layers of "
+                f"{self._name} cannot take an empty part; pad batches to {2 * layout.size} tokens or more, or use "
+                "another sequence_parallel_size"
+            )
             raise UsageError(msg)
 
 
@@ -177,8 +195,10 @@ class PipelineSequence:
         agree_on_batch(self.group, digest((inputs,), {}), problem)
         return found
 
-    def begin(self, inputs: Any) -> None:
-        """Tell attention of a chunk, before it runs, how long the sequence is. Collective over: the sequence axis.
+    def begin(self, inputs: Any) -> Callable[[Any], None]:
+        """Tell attention of a chunk, before it runs, how long the sequence is; returns what marks its outputs.
+
+        Collective over: the sequence axis.
 
         Raises:
             UsageError: on the rank whose layers have moved tokens.
@@ -195,6 +215,7 @@ class PipelineSequence:
             )
             raise UsageError(msg)
         running.set_running(Running(self.group, layout))
+        return running.mark
 
 
 def agree_on_batch(group: SequenceGroup, number: int, problem: str) -> None:
@@ -217,6 +238,23 @@ def agree_on_batch(group: SequenceGroup, number: int, problem: str) -> None:
             "mpispeed.utils.groups), or cut them yourself and set sequence_parallel.cuts_batches to false"
         )
         raise UsageError(msg)
+
+
+def by_names(
+    params: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs by place, up to the first whose name says how it is cut; that one and those behind it by their names.
+
+    Args:
+        params: names of the inputs that `forward` takes by place, in order.
+        args: inputs by place.
+        kwargs: inputs by name.
+    """
+    first = next((place for place, name in enumerate(params[: len(args)]) if name in NAMED), len(args))
+    behind = dict(zip(params[first:], args[first:], strict=False))
+    if len(args) > len(params) or not behind.keys().isdisjoint(kwargs):
+        return args, dict(kwargs)  # the model says what is wrong
+    return args[:first], {**behind, **kwargs}
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -253,6 +291,17 @@ def wants_of(module: nn.Module) -> Wants:
         items=passes
         and re.fullmatch("For(CausalLM|MaskedLM|TokenClassification)Loss|.*ForTokenClassification", loss) is not None,
     )
+
+
+def _places_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the inputs that may be given by place and by name; empty where `forward` has others before."""
+    try:
+        params = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    if any(each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL) for each in params):
+        return ()
+    return tuple(each.name for each in params if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
 def _named(module: nn.Module) -> nn.Module:

@@ -73,8 +73,8 @@ class Memory:
 
 
 def _kept_as(point: Point) -> str:
-    """The settings on which activations of a sample depend: slices, recomputed blocks, and where these are kept."""
-    kinds = ("activation_checkpointing", "tensor_parallel", "pipeline")
+    """The settings on which activations of a sample depend: slices, parts, recomputed blocks, where these are kept."""
+    kinds = ("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel_size")
     return repr(sorted((key, repr(value)) for key, value in point.items() if key.split(".")[0] in kinds))
 
 

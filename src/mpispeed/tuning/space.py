@@ -298,7 +298,7 @@ def _numbers(raw: Mapping[str, Any], key: str) -> list[int]:
 
 
 def _sharing(config: Mapping[str, Any], least: int) -> int:
-    """Ranks that share each model: stages of a pipeline times slices, by these settings, or `least`."""
+    """Ranks that share each sample: stages x slices, by these settings, or `least`, x parts of sequences."""
     tensor = config.get("tensor_parallel")
     tensor = tensor if isinstance(tensor, Mapping) else {}
     inner = tensor.get("tensor_parallel", tensor.get("tp"))
@@ -306,7 +306,8 @@ def _sharing(config: Mapping[str, Any], least: int) -> int:
     pipeline = config.get("pipeline")
     stages = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
     found = max([1, *(one for one in slices if isinstance(one, int))]) * (stages if isinstance(stages, int) else 1)
-    return max(found, least)
+    pieces = config.get("sequence_parallel_size")
+    return max(found, least) * (pieces if isinstance(pieces, int) else 1)
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:

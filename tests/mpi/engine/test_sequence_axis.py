@@ -213,13 +213,25 @@ def test_pipelines(comm, stage):
     assert model.grid.get_data_parallel_world_size() == model.grid.data_parallel_size == size
 
 
+class CutByLoader:
+    """Places of ranks that all share each sequence; their loader cuts it."""
+
+    cuts_batches = False
+
+    def __init__(self, comm):
+        self.get_sequence_parallel_rank, self.get_sequence_parallel_world_size = lambda: comm.rank, lambda: comm.size
+        self.get_sequence_parallel_group = lambda: list(range(comm.size))
+
+
 @pytest.mark.ranks(2)
-def test_lengths_that_grow_and_tokens_that_are_dropped():
+def test_lengths_that_grow_and_tokens_that_are_dropped(comm):
     growth = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": 6,
               "schedule_type": "fixed_discrete",
               "schedule_config": {"difficulty": [4, 6], "max_step": [1]}}  # fmt: skip
     with pytest.raises(ConfigError, match="shortens whole sequences, of which 2 ranks have parts"):
         start(settings(2, 1, curriculum_learning=growth), TokenWise())
+    with pytest.raises(ConfigError, match=r"or its loader has cut, as .* or the mpu says"):
+        start(config(1, BATCH, curriculum_learning=growth), TokenWise(), mpu=CutByLoader(comm))
     model, seen = TokenWise(), []
     model.layers.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
     given = settings(2, 1, curriculum_learning=growth, sequence_parallel={"ring_size": 1})

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import mpispeed
+from mpispeed import sequence
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.nn.hf_attention import NAME
 
@@ -147,6 +148,36 @@ def test_models_that_cannot_be_cut_are_refused(comm):
     mask = torch.ones(ROWS, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     with pytest.raises(UsageError, match="attention_mask"):
         engine(**{**batch("plain"), "attention_mask": mask})
+    engine.destroy()
+
+
+@pytest.mark.ranks(2, 3)
+def test_masks_by_place_are_known_and_empty_parts_refused(comm):
+    net = llama()
+    engine, *_ = mpispeed.initialize(model=copy.deepcopy(net), config=settings(comm, 0, comm.size))
+    whole = batch("padded")
+    by_place = (whole["input_ids"], whole["attention_mask"])
+    loss = engine(*by_place, labels=whole["labels"]).loss
+    expected = net(**whole).loss.detach()
+    torch.testing.assert_close(whole_loss(engine, loss), expected, rtol=BOUND, atol=0)
+    words = whole["input_ids"][:, : comm.size - 1]
+    with pytest.raises(UsageError, match="cannot take an empty part; pad batches"):
+        engine(words, labels=words)
+    with pytest.raises(UsageError, match=r"mpispeed\.sequence\.use\(None\)"):
+        engine.module(whole["input_ids"])  # the pass of the engine is still the one that runs
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_batches_that_parts_cannot_tell_are_refused_on_all_ranks(comm):
+    engine, *_ = mpispeed.initialize(model=llama(), config=settings(comm, 0))
+    with pytest.raises(UsageError, match="a batch of 1 tokens for the 2 ranks of a sequence: LlamaForCausalLM cannot"):
+        engine(input_ids=torch.ones(2, 1, dtype=torch.int64))
+    group = engine.sequence.group
+    running = sequence.Running(group, sequence.Layout(8, group.ulysses.size, group.ring.size))
+    own, packed = torch.ones(1, 4, dtype=torch.int64), torch.tensor([[0, 1, 0, 1]])
+    with sequence.use(running), pytest.raises(UsageError, match="position_ids begin anew, and the cut"):
+        engine.module(input_ids=own, position_ids=packed)
     engine.destroy()
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from mpispeed import sequence
 from mpispeed.base.errors import UsageError
+from mpispeed.nn.sequence.handed import hand
 from mpispeed.nn.sequence.loss import vocab_sequence_parallel_cross_entropy
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.zero import safe_get_full_grad
@@ -145,6 +146,28 @@ def test_a_pipeline_of_cut_sequences(comm, stage):
     assert [*found, evaluated] == pytest.approx(expected, rel=BOUND)
 
 
+@pytest.mark.ranks(4)
+def test_stages_recompute_each_micro_batch_with_its_own_length():
+    found = []
+    for interval in (0, 1):
+        torch.manual_seed(3)
+        net = model()
+        layers = [net.embed, *(Step(layer) for layer in net.layers), net.head]
+        pipeline = PipelineModule(layers, num_stages=2, loss_fn=sequence.cross_entropy, dynamic_shape=True,
+                                  activation_checkpoint_interval=interval)  # fmt: skip
+        engine = start(settings(0, 2, 2, 3), pipeline)
+        losses = []
+        for batch in data("plain", ROWS):
+            own = [shares(batch, index, 3) for index in range(3)]
+            cut = [
+                {name: x[:, :length] for name, x in each.items()} for each, length in zip(own, (13, 9, 11), strict=True)
+            ]
+            losses.append(engine.train_batch(iter([(each["input_ids"], each["labels"]) for each in cut])).item())
+        engine.destroy()
+        found.append(losses)
+    assert found[0] == found[1]
+
+
 @pytest.mark.ranks(2, 3)
 def test_ranks_of_a_sequence_have_to_have_the_same_batch(comm):
     engine = start(settings(0, comm.size, 1, 1), model())
@@ -189,3 +212,30 @@ def test_a_whole_tensor_is_cut_and_joined_again(comm):
         assert torch.equal(part.grad, comm.size * part.detach())
         with pytest.raises(UsageError, match="of 11 tokens; pass what is cut"):
             sequence.positions(torch.zeros(1, 12))
+
+
+@pytest.mark.mpi(min_size=1)
+def test_the_loss_of_a_batch_that_its_loader_has_cut_is_that_of_the_sequence(comm):
+    group = sequence.SequenceGroup.split(comm)
+    cut = sequence.Running(group, sequence.Layout(9, comm.size))
+    logits, labels = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(4)), torch.arange(18).view(2, 9) % 5
+    labels[:, 5:] = -100
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    own, of_own = (cut.layout.cut(x, comm.rank) for x in (logits, labels))
+    hand([of_own], cut)
+    assert sequence.cross_entropy(own, of_own).item() == pytest.approx(expected, rel=1e-6)  # fp32 in another order
+    assert sequence.tiled_loss(nn.Identity(), own, of_own, 2).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")  # it tells once what it leaves out, locks of threads
+@pytest.mark.ranks(2)
+def test_compiled_models_share_sequences():
+    engine = start(settings(1, 2, 1, 1), model())
+    engine.compile(backend="eager")  # what is traced is the same with others
+    batches = data("packed", ROWS)
+    losses, grads = trained(engine, batches)
+    engine.destroy()
+    expected, own = plain(batches, 1)
+    assert losses == pytest.approx(expected, rel=BOUND)
+    close(grads[1], own[1])

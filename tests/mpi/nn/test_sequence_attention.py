@@ -47,6 +47,19 @@ def test_sixteen_bits_round_once(comm, kind):
     check(found, expected, running, {"rtol": 0.05, "atol": 0.05})  # weights and sums of the kernel have 8 bits
 
 
+@pytest.mark.parametrize("kind", helpers.KINDS)
+@pytest.mark.ranks(1, 2)
+def test_autocast_gives_the_tensors_one_dtype(comm, kind):
+    q, k, v, _ = helpers.inputs(20, 4, 2)
+    running = helpers.running_of(comm, kind, 20)
+    q, k, v = (running.layout.cut(x, running.rank, 2) for x in (q, k, v))
+    expected = attention(*(x.bfloat16() for x in (q, k, v)), running=running)
+    with torch.autocast("cpu", torch.bfloat16):  # rotations of positions leave fp32, projections do not
+        found = attention(q, k, v.bfloat16(), running=running)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", helpers.KINDS)
 @pytest.mark.ranks(2, 4)
@@ -103,3 +116,12 @@ def test_refusals(comm, options, length, said):
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UsageError, match=said):
         attention(q, q, q, running=running, **options)
+
+
+@pytest.mark.ranks(1, 3)
+def test_rows_of_padding_alone_with_dropout_end_backward(comm):
+    """Of 3 ranks one has no head: it must not wait in backward for ranks that have left it out."""
+    running = helpers.running_of(comm, "ulysses", 7, ((), ()))
+    tensors = helpers.inputs(7, 2, 2)
+    found = helpers.shared(tensors, running, dropout=0.5)
+    assert not any(x.any() for x in found)

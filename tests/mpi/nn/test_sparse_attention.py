@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpispeed.base.errors import UsageError
 from mpispeed.nn.sequence import use
 from mpispeed.nn.sparse import BigBirdSparsityConfig, FixedSparsityConfig, SparseSelfAttention
 from tests.helpers import sequences as helpers
@@ -64,3 +65,9 @@ def test_what_needs_more_than_heads_is_refused_before_anything_is_sent(comm):
     odd = helpers.running_of(comm, "ulysses", 33)
     with use(odd), pytest.raises(ValueError, match="pad it to 36"):
         module(*(odd.layout.cut(x, odd.rank, 2) for x in helpers.inputs(33, 4, 4)[:3]))
+    own_patterns = SparseSelfAttention(PATTERNS["each its own"](4), max_seq_length=64)
+    running = helpers.running_of(comm, "ulysses", 32)
+    with use(running), pytest.raises(UsageError, match="for 4 heads, and query has 8; give it num_heads=8"):
+        own_patterns(*(running.layout.cut(x, running.rank, 2) for x in helpers.inputs(32, 8, 8)[:3]))
+    with use(running), pytest.raises(UsageError, match="attention got 32 queries and 32 keys"):
+        module(*tensors[:3])

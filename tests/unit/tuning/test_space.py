@@ -89,6 +89,14 @@ def test_ranks_that_share_a_model_have_one_batch():
     assert found[1].config["tensor_parallel"] == {"autotp_size": 2}
 
 
+def test_ranks_that_share_a_sequence_have_one_batch():
+    """So that all candidates train with the samples of a step that the file says."""
+    shared = {"sequence_parallel_size": [1, 2, 3, 4], "train_batch_size": 8, "zero_optimization": {"stage": 0}}
+    found = space({**shared, "train_micro_batch_size_per_gpu": [2]}, ranks=4).first()
+    assert [one.point["sequence_parallel_size"] for one in found] == [1, 2, 4]
+    assert sizes(found) == [(2, 1), (2, 2), (2, 4)]
+
+
 def test_lists_in_the_place_of_values_are_tried_and_real_lists_stay():
     raw = {
         "train_micro_batch_size_per_gpu": [2, 4],

@@ -350,5 +350,6 @@ def test_activations_grow_with_the_micro_batch():
     assert memory.need({}, large) == 100 + 2800
     assert memory.need({}, small) == 100 + 1000
     assert memory.need({"tensor_parallel.autotp_size": 2}, large) == 100, "slices keep other activations"
+    assert memory.need({"sequence_parallel_size": 2}, large) == 100, "parts of sequences do, too"
     assert memory.refusal({}, large) == ""
     assert "on the accelerator" in Memory(Survey([], {}, 2, 2, {}, "cuda", 50)).refusal({}, large)

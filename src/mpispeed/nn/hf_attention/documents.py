@@ -65,9 +65,9 @@ def of_mask(mask: torch.Tensor) -> Documents | None:
 
 def of_positions(positions: torch.Tensor, batch: int) -> Documents | None:
     """Documents that begin wherever positions [B or 1, S] do not go on by one; None: one document."""
-    key = (positions._version, batch)
+    key = (_version(positions), batch)
     found = _OF_POSITIONS.get(positions)
-    if found is None or found[0] != key:
+    if found is None or found[0] != key or positions.is_inference():
         starts = torch.ones_like(positions, dtype=torch.bool)
         starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
         documents = None
@@ -80,12 +80,18 @@ def of_positions(positions: torch.Tensor, batch: int) -> Documents | None:
 
 def of_lengths(ends: torch.Tensor, length: int) -> Documents:
     """Documents of one row, by the ends of documents as flash attention takes them (`cu_seq_lens`)."""
+    key = (_version(ends), length)
     found = _OF_POSITIONS.get(ends)
-    if found is None:
+    if found is None or found[0] != key or ends.is_inference():
         places = ends.tolist()
         spans = [pair for pair in pairwise(places) if pair[0] < pair[1]]
-        found = _OF_POSITIONS[ends] = (None, Documents([spans], length))
+        found = _OF_POSITIONS[ends] = (key, Documents([spans], length))
     return found[1]
+
+
+def _version(numbers: torch.Tensor) -> int:
+    """A number that changes when a tensor does; tensors of inference mode have none."""
+    return -1 if numbers.is_inference() else numbers._version
 
 
 def spans_of(numbers: torch.Tensor) -> list[list[tuple[int, int]]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -96,11 +97,26 @@ def _check_cut(
         reason = "the layer adds a bias by position"
     elif kwargs.get("cache") is not None or key.shape[2] != query.shape[2]:
         reason = f"{query.shape[2]} queries meet {key.shape[2]} keys, of a cache or another sequence"
+    elif layout.spans is None and _begins_anew(running, kwargs.get("position_ids")):
+        reason = "position_ids begin anew, and the cut of the batch knows no documents; give them to its Layout (spans)"
     elif mask is not None and mask.dim() != 2:
         reason = f"a mask of shape {tuple(mask.shape)} is for whole sequences; give [B, S], cut with the batch"
     if reason:
         msg = f"attention over {running.layout.size} ranks of the sequence axis: {reason}"
         raise UsageError(msg)
+
+
+def _begins_anew(running: Running, positions: torch.Tensor | None) -> bool:
+    """Whether positions of this rank's tokens do not go on by one where the sequence does."""
+    if positions is None or positions.is_meta or positions.dim() != 2:  # meta: an estimate, without values
+        return False
+    if positions.shape[1] != running.layout.count(running.rank):
+        return False
+    found = of_positions(positions, positions.shape[0])
+    if found is None or found.spans is None:
+        return False
+    borders = {0, *accumulate(end - start for start, end in running.layout.ranges(running.rank))}
+    return any(start not in borders for row in found.spans for start, _ in row)
 
 
 def _documents(

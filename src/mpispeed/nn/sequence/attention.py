@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpispeed.base.errors import UsageError
-from mpispeed.nn.attention.core import attend, check
+from mpispeed.nn.attention.core import as_autocast, attend, check
 from mpispeed.nn.attention.pieces import Piece
 from mpispeed.nn.sequence.layout import Layout
 from mpispeed.nn.sequence.ring import cached_pieces, ring_attention
-from mpispeed.nn.sequence.running import Running, current, tell
+from mpispeed.nn.sequence.running import Eager, Running, current, tell
 from mpispeed.nn.sequence.ulysses import Trade, to_heads, to_tokens
 
 
@@ -45,12 +45,20 @@ def attention(
     Collective over: the ranks of the sequence axis; the same in backward, so the loss of every rank has to depend on
         its output, also where none of its tokens counts.
     """
+    return _attention.run(q, k, v, causal, scale, dropout, running)
+
+
+@Eager
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool | None, scale: float | None, dropout: float, running: Running | None
+) -> Tensor:
+    q, k, v = as_autocast(q, k, v)
     check(q, k, v)
     found = current() if running is None else running
     causal = (True if found is None else found.is_causal) if causal is None else causal
     if found is None:
         return _alone(q, k, v, Layout(q.shape[2]), causal, scale, dropout)
-    _check_cut(q, k, found)
+    check_cut(q, k, found)
     out = _cut(q, k, v, found, causal, scale, dropout)
     if out.requires_grad:
         out.register_hook(lambda _: tell(found))
@@ -73,7 +81,7 @@ def _cut(
     trade = Trade(group.ulysses, layout.ulysses_counts(group.ring.rank), q.shape[1], k.shape[1])
     q, k, v = to_heads(q, k, v, trade)
     if not q.shape[1]:  # fewer heads than ranks: its keys and values have none either
-        out = _idle(q, k, v)
+        out = idle(q, k, v)
     elif layout.ring > 1:
         out = ring_attention(q, k, v, group.ring, layout, causal=causal, scale=scale)
     else:
@@ -81,8 +89,8 @@ def _cut(
     return to_tokens(out, trade)
 
 
-def _idle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """An output without heads that keeps the graph, so that backward is collective here too."""
+def idle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """An output without heads that keeps the graph, so that backward is collective here too. Local."""
     return q + (k.sum() + v.sum())
 
 
@@ -99,7 +107,7 @@ def _alone(
         raise UsageError(msg)
     whole = ((0, q.shape[2]),)
     pieces = cached_pieces(whole, ((0, length),), causal, layout.spans)
-    if not dropout:
+    if not dropout or not pieces:  # without pieces zeros that keep the graph
         return attend(q, k, v, pieces, scale=scale)
     return _with_dropout(q, k, v, pieces, scale, dropout)
 
@@ -124,13 +132,19 @@ def _with_dropout(
     return out
 
 
-def _check_cut(q: Tensor, k: Tensor, running: Running) -> None:
+def check_cut(q: Tensor, k: Tensor, running: Running) -> None:
+    """Refuse tensors that are not this rank's part of the running batch. Local.
+
+    Raises:
+        UsageError: other tokens or rows.
+    """
     layout, rank = running.layout, running.rank
     count = layout.count(rank)
     if not q.shape[2] == k.shape[2] == count:
         msg = (
             f"attention got {q.shape[2]} queries and {k.shape[2]} keys, but rank {rank} of the sequence axis has "
-            f"{count} of the {layout.length} tokens of the running batch: pass all of its tokens and no others"
+            f"{count} of the {layout.length} tokens of the running batch: pass all of its tokens and no others; the "
+            "bare model takes whole sequences, to evaluate or generate, in `with mpispeed.sequence.use(None):`"
         )
         raise UsageError(msg)
     if layout.spans is not None and len(layout.spans) not in (1, q.shape[0]):

@@ -24,6 +24,11 @@ LENGTHS = ("input_ids", "inputs_embeds")
 """Names of inputs whose dim 1 is the length, before others."""
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Names by which transformers is told where documents end; attention is told by the layout instead."""
+NAMED = (
+    "attention_mask", "position_ids", "labels", "shift_labels", "cache_position", "num_items_in_batch",
+    "past_key_values", *ENDS,
+)  # fmt: skip
+"""Names of inputs that are more than tensors to cut."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mpispeed.base.errors import UsageError
 from mpispeed.nn.sequence import running
+from mpispeed.nn.sequence.handed import handed
 from mpispeed.nn.sequence.parts import gathered
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ def mean(total: torch.Tensor, count: torch.Tensor | float, comm: Comm | None = N
 
     Collective over: the sequence, in forward; backward needs no communication.
     """
-    comm = _ranks(comm)
+    return _mean.run(total, count, comm)
+
+
+@running.Eager
+def _mean(total: torch.Tensor, count: torch.Tensor | float, comm: Comm | None) -> torch.Tensor:
+    comm = ranks_of(comm)
     wide = torch.promote_types(total.dtype, torch.float32)
     if comm is None or comm.size == 1:
         return total.to(wide) / count
@@ -59,7 +65,8 @@ def cross_entropy(
         labels: their classes; those of a language model are shifted by one before the sequence is cut.
         ignore_index: labels that count neither in the loss nor in the mean.
         label_smoothing: the part of the target that is spread over all classes, 0 to 1.
-        comm: the ranks of the sequence; None: those of the pass that runs, and this rank alone if it is not cut.
+        comm: the ranks of the sequence; None: those of the pass that runs or of the loader's batch that `logits` or
+            `labels` are of, and this rank alone if neither is cut.
 
     Shapes:
         logits: [*labels, classes]
@@ -79,7 +86,7 @@ def cross_entropy(
     total = F.cross_entropy(
         flat, labels.flatten(), reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
     )
-    return mean(total, (labels != ignore_index).sum(), comm)
+    return mean(total, (labels != ignore_index).sum(), ranks_of(comm, logits, labels))
 
 
 def vocab_sequence_parallel_cross_entropy(
@@ -112,19 +119,22 @@ def vocab_sequence_parallel_cross_entropy(
         raise UsageError(msg)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(wide.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
-    comm = _ranks(sp_group)
+    comm = ranks_of(sp_group)
     if comm is None or comm.size == 1:
         return losses
     counts: list[int] = comm.gather_objects(losses.shape[0])
     return torch.cat(gathered(losses, comm, counts, 0))
 
 
-def _ranks(comm: Comm | None) -> Comm | None:
-    """The ranks of the sequence."""
+def ranks_of(comm: Comm | None, *tensors: torch.Tensor) -> Comm | None:
+    """The ranks of a sequence: `comm`, or those of the pass that runs; else of the batch `tensors` come from. Local.
+
+    A batch that its loader has cut is known by its own tensors and the outputs of its pass, also after the pass.
+    """
     if comm is not None:
         return comm
-    current = running.current()
-    return None if current is None or current.group is None else current.group.comm
+    found = running.current() or handed(tensors)
+    return None if found is None or found.group is None else found.group.comm
 
 
 class _Mean(torch.autograd.Function):

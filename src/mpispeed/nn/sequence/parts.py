@@ -25,6 +25,11 @@ def positions(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     Raises:
         UsageError: `x` has another number of tokens than this rank.
     """
+    return _positions.run(x, dim)
+
+
+@running.Eager
+def _positions(x: torch.Tensor, dim: int) -> torch.Tensor:
     current = running.current()
     if current is None:
         return torch.arange(x.shape[dim], device=x.device)
@@ -38,6 +43,11 @@ def cut(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     Raises:
         UsageError: `x` has another length than the sequence.
     """
+    return _cut.run(x, dim)
+
+
+@running.Eager
+def _cut(x: torch.Tensor, dim: int) -> torch.Tensor:
     current = running.current()
     return x if current is None else current.layout.cut(x, current.rank, dim)
 
@@ -53,6 +63,11 @@ def join(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
     Raises:
         UsageError: `x` has another number of tokens than this rank.
     """
+    return _join.run(x, dim)
+
+
+@running.Eager
+def _join(x: torch.Tensor, dim: int) -> torch.Tensor:
     current = running.current()
     if current is None or current.group is None or current.group.size == 1:
         return x

@@ -7,11 +7,12 @@ that had no backward pass so far are looked at, and have to agree.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -117,14 +118,51 @@ def current() -> Running | None:
     return state.told[task]
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Eager(Generic[P, T]):
+    """A function that asks for the running pass or sends messages, which a compiler does not trace.
+
+    It would keep the cut of one pass, and cannot follow messages. The compiler loads slowly, so it is kept out when a
+    pass begins: whoever compiles has loaded it by then.
+
+    Attributes:
+        run: the function to call.
+    """
+
+    known: ClassVar[list[Eager[..., Any]]] = []
+
+    def __init__(self, function: Callable[P, T]) -> None:
+        self.run = self._plain = function
+        Eager.known.append(self)
+
+    @classmethod
+    def shield(cls) -> None:
+        """Keep the compiler out of all of them, if there is one. Local."""
+        if "torch._dynamo" in sys.modules:
+            for each in cls.known:
+                if each.run is each._plain:
+                    each.run = torch.compiler.disable(each._plain)
+
+
 def set_running(running: Running | None) -> None:
     """Begin a pass that is cut so; None: nothing is cut any more. Local."""
+    Eager.shield()
     state = _state()
     state.forward = running
     if _task() == -1:
         state.told.clear()
         if running is not None and torch.is_grad_enabled():
             state.waiting = [*(other for other in state.waiting if other is not running), running][-_REMEMBERED:]
+
+
+def leave(group: SequenceGroup) -> None:
+    """Nothing is cut any more, if the running pass is of `group`; passes of other engines go on. Local."""
+    found = _state().forward
+    if found is not None and found.group is group:
+        set_running(None)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from mpispeed.base.errors import UsageError
 from mpispeed.base.even_split import share
-from mpispeed.nn.sequence.loss import IGNORED, mean
+from mpispeed.nn.sequence.loss import IGNORED, mean, ranks_of
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
@@ -93,7 +93,7 @@ def tiled_loss(
     sizes = _sizes(targets.shape[0], tiles)
     pieces = zip(hidden.flatten(0, -2).split(sizes), targets.split(sizes), strict=True)
     losses = torch.stack([_again(loss, *piece) for piece in pieces])
-    return mean(losses.sum(), (targets != ignore_index).sum(), comm)
+    return mean(losses.sum(), (targets != ignore_index).sum(), ranks_of(comm, hidden, labels))
 
 
 def _again(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from mpispeed.base.errors import ConfigError, UnfitValue, UnimplementedUse
+from mpispeed.base.errors import ConfigError, UnfitValue, UnimplementedUse, UsageError
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.attention import BlockList, attend_blocks
 from mpispeed.nn.sequence.running import Running, current
@@ -210,11 +210,23 @@ class SparseSelfAttention(nn.Module):
         heads, length = query.shape[1], running.layout.length
         self.pattern_for(heads)
         self.get_layout(length)  # refused before anything is sent
+        self._check_heads(heads)
 
         def of_own(q: Tensor, k: Tensor, v: Tensor, own: tuple[int, int], key_mask: Tensor | None) -> Tensor:
             return attend_blocks(q, k, v, self.blocks_of(length, heads, own), key_mask=key_mask, is_causal=is_causal)
 
         return attend_shared(query, key, value, running, comm, of_own)
+
+    def _check_heads(self, heads: int) -> None:
+        """Refuse a pattern of other heads here: ranks have different ones, and not each would see it.
+
+        Raises:
+            UsageError: there are patterns for heads, and not for so many.
+        """
+        layout = self.master_layout
+        if layout.shape[0] not in (1, heads) and not bool((layout == layout[:1]).all()):
+            msg = f"the pattern is for {layout.shape[0]} heads, and query has {heads}; give it num_heads={heads}"
+            raise UsageError(msg)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the layout that DeepSpeed's module keeps as a buffer."""

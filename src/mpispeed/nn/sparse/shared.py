@@ -9,7 +9,9 @@ from torch import Tensor
 
 from mpispeed.base.errors import UnimplementedUse
 from mpispeed.mesh.comm import Comm
-from mpispeed.nn.sequence.running import Running, tell
+from mpispeed.nn.attention.core import as_autocast, check
+from mpispeed.nn.sequence.attention import check_cut, idle
+from mpispeed.nn.sequence.running import Eager, Running, tell
 from mpispeed.nn.sequence.ulysses import Trade, to_heads, to_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, tuple[int, int], Tensor | None], Tensor]
@@ -49,13 +51,23 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm,
         attend: the attention of own heads.
 
     Collective over: the ranks of `comm`; the same in backward.
+
+    Raises:
+        UsageError: the tensors are not this rank's part of the running batch.
     """
+    return _attend_shared.run(q, k, v, running, comm, attend)
+
+
+@Eager
+def _attend_shared(q: Tensor, k: Tensor, v: Tensor, running: Running, comm: Comm, attend: Attend) -> Tensor:
+    q, k, v = as_autocast(q, k, v)
+    check(q, k, v)
+    check_cut(q, k, running)
     trade = Trade(comm, running.layout.ulysses_counts(0), q.shape[1], q.shape[1])
     q, k, v = to_heads(q, k, v, trade)
-    if q.shape[1]:
-        out = attend(q, k, v, trade.queries(trade.comm.rank), _padding(running, q))
-    else:
-        out = q + (k.sum() + v.sum())  # fewer heads than ranks; backward is collective here too
+    own = trade.queries(trade.comm.rank)
+    # fewer heads than ranks: one may have none
+    out = attend(q, k, v, own, _padding(running, q)) if q.shape[1] else idle(q, k, v)
     out = to_tokens(out, trade)
     if out.requires_grad:
         out.register_hook(lambda _: tell(running))

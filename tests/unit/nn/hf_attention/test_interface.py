@@ -15,7 +15,7 @@ from transformers import (
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.nn.hf_attention import NAME, adopt, register_with_transformers
-from mpispeed.nn.hf_attention.documents import of_mask, spans_of
+from mpispeed.nn.hf_attention.documents import of_lengths, of_mask, of_positions, spans_of
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -168,3 +168,21 @@ def test_adopting_a_model():
     model.config.layer_types = ["linear_attention"]
     with pytest.raises(ConfigError, match=r"linear_attention.*state along the sequence"):
         adopt(model)
+
+
+def test_inference_mode_and_tables_that_are_filled_anew():
+    _, ours = llama()
+    ours.eval()
+    with torch.no_grad():
+        expected = ours(input_ids=words()).logits
+    with torch.inference_mode():  # its tensors do not count their changes
+        assert torch.equal(ours(input_ids=words()).logits, expected)
+        packed = torch.arange(LENGTH) % 5
+        first = of_positions(packed[None], 1)
+        packed += packed.ne(0) * 2
+        assert len(first.spans[0]) == 3
+        assert of_positions(packed[None], 1).spans != first.spans
+    ends = torch.tensor([0, 5, 13])
+    assert of_lengths(ends, 13).spans == [[(0, 5), (5, 13)]]
+    ends[1] = 7
+    assert of_lengths(ends, 13).spans == [[(0, 7), (7, 13)]]

@@ -5,7 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mpispeed.base.errors import UsageError
-from mpispeed.nn.sequence import Layout, Running, current, mark, running, set_running, use
+from mpispeed.mesh import CommTrace, solo_comm
+from mpispeed.nn.sequence import Layout, Running, SequenceGroup, current, mark, running, set_running, use
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +75,12 @@ def test_two_different_cuts_that_wait_are_refused():
 def test_a_cut_that_does_not_fit_the_group_is_refused():
     with pytest.raises(UsageError, match="cut over 2 x 1 ranks"):
         Running(None, Layout(4, 2, 1))
+
+
+def test_an_engine_that_ends_leaves_the_passes_of_others():
+    group, other = SequenceGroup.split(solo_comm(0, ("sequence",), "ordered", CommTrace())), object()
+    running.set_running(Running(group, Layout(4)))
+    running.leave(other)
+    assert current().group is group
+    running.leave(group)
+    assert current() is None
