@@ -14,7 +14,7 @@ from torch import nn
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.hooks import Context, Hooks, Setup
-from mpispeed.nn.hf_attention import adopt
+from mpispeed.nn.hf_attention import adopt, padding_of
 from mpispeed.nn.sequence import running
 from mpispeed.nn.sequence.cut import NAMED, Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
 from mpispeed.nn.sequence.group import SequenceGroup
@@ -286,6 +286,7 @@ def wants_of(module: nn.Module) -> Wants:
     loss = getattr(model.loss_function, "__name__", "") if uses else ""
     return Wants(
         positions=takes_positions,
+        padding=padding_of(model),
         mask=False,
         shift=loss == "ForCausalLMLoss",
         items=passes

@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -107,6 +110,38 @@ def test_a_model_that_sees_everything(comm):
     assert_equal_to_one_process(engine, plain, "padded")
 
 
+class Around(nn.Module):
+    """A model of one's own that tells the one inside nothing of positions."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, words):
+        return self.inner(words).logits
+
+
+@pytest.mark.ranks(2, 3)
+def test_positions_are_those_of_the_whole_sequence(comm):
+    """Also where a model does not count padding, or stands in one that passes no positions on."""
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 32}
+    torch.manual_seed(4)
+    counting = RobertaForMaskedLM(RobertaConfig(**SIZES, **off, num_attention_heads=4, pad_token_id=1))
+    whole = batch("padded")
+    words = whole["input_ids"].masked_fill(whole["input_ids"] == 1, 2).masked_fill(whole["attention_mask"] == 0, 1)
+    for plain, given in ((counting, {"attention_mask": whole["attention_mask"]}), (Around(bert()), {})):
+        engine, *_ = mpispeed.initialize(model=copy.deepcopy(plain), config=settings(comm, 0, comm.size))
+        found, expected = engine(words, **given), plain(words, **given)
+        found, expected = (getattr(each, "logits", each).detach() for each in (found, expected))
+        seen = (whole["attention_mask"] > 0) if given else torch.ones_like(words, dtype=torch.bool)
+        torch.testing.assert_close(sequence.join(found)[seen], expected[seen], rtol=BOUND, atol=BOUND)
+        engine.destroy()
+    engine, *_ = mpispeed.initialize(model=Around(counting), config=settings(comm, 0))
+    with pytest.raises(UsageError, match="counts positions by itself"):
+        engine(words)
+    engine.destroy()
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_training_goes_on_at_other_sizes(comm, tmp_path):
     """4 ranks of a sequence, then 2 with two sequences at a time, then 1: the losses of one process."""
@@ -171,7 +206,7 @@ def test_masks_by_place_are_known_and_empty_parts_refused(comm):
 @pytest.mark.ranks(2)
 def test_batches_that_parts_cannot_tell_are_refused_on_all_ranks(comm):
     engine, *_ = mpispeed.initialize(model=llama(), config=settings(comm, 0))
-    with pytest.raises(UsageError, match="a batch of 1 tokens for the 2 ranks of a sequence: LlamaForCausalLM cannot"):
+    with pytest.raises(UsageError, match="a sequence of 1 tokens has none for some of its 2 ranks"):
         engine(input_ids=torch.ones(2, 1, dtype=torch.int64))
     group = engine.sequence.group
     running = sequence.Running(group, sequence.Layout(8, group.ulysses.size, group.ring.size))

@@ -38,11 +38,7 @@ Change = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Visits(NamedTuple):
-<<<<<<< HEAD
-    """Tiles that see each other; those with some hidden pairs and the full ones apart. All int32.
-=======
     """Lists of the tiles that each tile sees, those with hidden pairs and the full ones apart; int32.
->>>>>>> gpu2
 
     Attributes:
         counts: [1, heads, rows] of partial tiles.

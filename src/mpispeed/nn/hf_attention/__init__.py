@@ -3,6 +3,6 @@
 Source: transformers, "Attention backends" (`AttentionInterface`, `AttentionMaskInterface`).
 """
 
-from mpispeed.nn.hf_attention.register import NAME, adopt, register_with_transformers
+from mpispeed.nn.hf_attention.register import NAME, adopt, padding_of, register_with_transformers
 
-__all__ = ["NAME", "adopt", "register_with_transformers"]
+__all__ = ["NAME", "adopt", "padding_of", "register_with_transformers"]

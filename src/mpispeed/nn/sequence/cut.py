@@ -37,12 +37,15 @@ class Wants:
 
     Attributes:
         positions: `position_ids`, also if the batch has none.
+        padding: a token that its positions do not count; they begin behind its number, as RoBERTa's do. None: positions
+            count all tokens from 0.
         mask: this rank's part of `attention_mask`; else attention knows padding by the layout alone.
         shift: it predicts the next token, and shifts `labels` itself unless it is given `shift_labels`.
         items: it divides its loss by `num_items_in_batch`.
     """
 
     positions: bool = False
+    padding: int | None = None
     mask: bool = True
     shift: bool = False
     items: bool = False
@@ -99,7 +102,10 @@ def cut_inputs(
             count = (labels != IGNORED).sum() if given is None else given
             named["num_items_in_batch"] = float(count) / shape.size
     if wants.positions and named.get("position_ids") is None:
-        named["position_ids"] = _positions(rows, length, spans, is_packed="cu_seq_lens_q" in named)
+        if wants.padding is None:
+            named["position_ids"] = _positions(rows, length, spans, is_packed="cu_seq_lens_q" in named)
+        else:
+            named["position_ids"] = _counted(named.get("input_ids"), rows, length, wants.padding)
     for name in ENDS:
         named.pop(name, None)
     if not wants.mask:
@@ -226,6 +232,12 @@ def _positions(rows: int, length: int, spans: Spans | None, *, is_packed: bool) 
         for start, end in spans[0]:
             whole[start:end] -= start
     return whole.expand(rows, length)
+
+
+def _counted(ids: torch.Tensor | None, rows: int, length: int, padding: int) -> torch.Tensor:
+    """Positions that count the tokens that are no padding, from `padding` + 1; those of padding are `padding`."""
+    is_token = torch.ones(rows, length, dtype=torch.bool) if ids is None else ids != padding
+    return is_token.cumsum(1) * is_token + padding
 
 
 def _rows(position_ids: torch.Tensor | None, rows: int, length: int) -> list[torch.Tensor]:
