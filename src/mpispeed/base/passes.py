@@ -8,11 +8,13 @@ a backward pass. So the outputs of a pass are marked with it: backward reaches t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mpispeed.base.tensor_tree import tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +68,6 @@ class Passes:
             if (passes := own()) is not None:
                 passes._backward = ended
 
-        for tensor in _tensors(outputs):
+        for tensor in tensors(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,18 @@ def map_tensors(
     if isinstance(tree, list):
         return [map_tensors(item, fn, other) for item in tree]
     return tree
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of lists, tuples and mappings, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors(value)
 
 
 def move(tree: Any, device: torch.device, *, is_own: bool = False) -> Any:

@@ -13,10 +13,11 @@ from torch import nn
 
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
+from mpispeed.base.tensor_tree import tensors
 from mpispeed.engine.hooks import Context, Hooks, Setup
 from mpispeed.nn.hf_attention import adopt, padding_of
 from mpispeed.nn.sequence import running
-from mpispeed.nn.sequence.cut import NAMED, Shape, Wants, cut_inputs, cut_tensors, digest, lengths, tensors
+from mpispeed.nn.sequence.cut import NAMED, Shape, Wants, cut_inputs, cut_tensors, digest, lengths
 from mpispeed.nn.sequence.group import SequenceGroup
 from mpispeed.nn.sequence.handed import hand, handed
 from mpispeed.nn.sequence.layout import Layout

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mpispeed.base.errors import UsageError
-from mpispeed.base.tensor_tree import map_tensors
+from mpispeed.base.tensor_tree import map_tensors, tensors
 from mpispeed.nn.sequence.layout import Layout, Range, Spans
 from mpispeed.nn.sequence.loss import IGNORED
 
@@ -180,18 +180,6 @@ def digest(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         found = zlib.crc32(data.numpy().tobytes(), found)
     return found
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of lists, tuples and dicts, in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors(value)
 
 
 # -- parts of it ------------------------------------------------------------------------------------------------------

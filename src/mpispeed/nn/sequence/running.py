@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 import torch
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.tensor_tree import tensors
 from mpispeed.nn.sequence.group import SequenceGroup
 from mpispeed.nn.sequence.layout import Layout
 
@@ -181,7 +182,7 @@ def mark(outputs: Any) -> None:
     running = _state().forward
     if running is None or not torch.is_grad_enabled():
         return
-    for tensor in _tensors(outputs):
+    for tensor in tensors(outputs):
         if tensor.grad_fn is not None:
             tensor.register_hook(lambda _: tell(running))
 
@@ -191,14 +192,3 @@ def tell(running: Running) -> None:
     state = _state()
     state.told[_task()] = running
     state.waiting = [other for other in state.waiting if other is not running]
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
