@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from mpispeed.base.errors import ConfigError, DataError
+from mpispeed.base.tensor_tree import tensors
 from mpispeed.compat import sequence_groups
 from mpispeed.compat.comm_groups import group_of
 from mpispeed.compat.sequence_groups import SequenceMpu
 from mpispeed.nn.hf_attention import NAME, adopt, register_with_transformers
-from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, shifted, tensors
+from mpispeed.nn.sequence.cut import Shape, Wants, cut_inputs, shifted
 from mpispeed.nn.sequence.handed import hand
 from mpispeed.nn.sequence.running import Running
 
