@@ -6,6 +6,7 @@ a model of it is given.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,7 +101,8 @@ class SparseAttentionUtils:
         """Let all layers of a model attend over the blocks of a pattern, with the weights they have.
 
         Args:
-            model: a BERT or RoBERTa of transformers; changed in place, and returned.
+            model: a BERT or RoBERTa of transformers; changed in place, and returned. Its config becomes its own:
+                others made from the same one stay as they are.
             max_position: tokens of the longest sequence; `extend_position_embedding` makes room for more.
             sparsity_config: the pattern; None: `FixedSparsityConfig`.
 
@@ -121,6 +123,7 @@ class SparseAttentionUtils:
             msg = f"max_position is {max_position}, and the model has {found} positions; call "
             msg += "SparseAttentionUtils.extend_position_embedding(model, max_position) before"
             raise UnfitValue(msg)
+        _own_config(model)
         _replace(model.config, inner.encoder.layer, sparsity_config, max_position, HubSelfAttention)
         inner.set_attn_implementation(NAME)
         return model
@@ -169,11 +172,14 @@ class SparseAttentionUtils:
             Tokens of padding for each sequence, and the five tensors.
 
         Raises:
-            UnfitValue: neither ids nor embeddings are given.
+            UnfitValue: neither ids nor embeddings are given, or blocks have no tokens.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             msg = "input_ids and inputs_embeds are both None; give one of them, which tells the length"
+            raise UnfitValue(msg)
+        if block_size < 1:
+            msg = f"block_size is {block_size}; give the tokens of a block, at least 1"
             raise UnfitValue(msg)
         count = -given.shape[1] % block_size
         if count == 0:
@@ -198,6 +204,14 @@ class SparseAttentionUtils:
 
 def _padded(x: Tensor | None, count: int, value: int) -> Tensor | None:
     return None if x is None else functional.pad(x, (0, count), value=value)
+
+
+def _own_config(model: Any) -> None:
+    """Copy the config for this model: models made from one share it, and transformers reads the attention there."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _replace(

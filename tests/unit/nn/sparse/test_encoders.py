@@ -98,6 +98,17 @@ def test_inputs_are_padded_to_blocks_and_outputs_cut():
     assert SparseAttentionUtils.unpad_sequence_output(0, embeds) is embeds
     with pytest.raises(ValueError, match="both None"):
         SparseAttentionUtils.pad_to_block_size(4, None, mask, None, None, None, 7, table)
+    with pytest.raises(ValueError, match="block_size is 0"):
+        SparseAttentionUtils.pad_to_block_size(0, ids, mask, None, None, None, 7, table)
+
+
+def test_a_model_of_the_same_config_stays_as_it_is():
+    config = BertConfig(max_position_embeddings=32, **SIZES)
+    teacher, student = BertForMaskedLM(config), BertForMaskedLM(config)
+    ids = torch.randint(2, 60, (2, 27))
+    before = teacher(ids)[0]
+    assert replaced(student)(ids)[0].shape == before.shape
+    assert torch.equal(teacher(ids)[0], before)
 
 
 def test_other_models_are_refused():
