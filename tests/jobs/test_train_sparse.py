@@ -1,4 +1,4 @@
-"""The example of sparse attention, started as its first lines say: it learns, on any number of ranks."""
+"""The example of sparse attention, started as its first lines say: it learns, on three ranks."""
 
 import re
 from pathlib import Path
