@@ -1,4 +1,4 @@
-"""benchmarks/gpu/shared.py compares jobs as it says and tells of those that fail; tried on the host, at a small size."""
+"""benchmarks/gpu/shared.py compares jobs as it says and tells of those that fail; tried on the host, small."""
 
 import argparse
 import sys
