@@ -177,6 +177,16 @@ class Topology:
         chosen = self.resolve(axes)
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in chosen)
 
+    def block_size(self, axes: Axes) -> int:
+        """The least B so that each group over `axes` lies in one of the blocks of B neighbours from rank 0 on.
+
+        Where nodes have equally many neighbouring ranks and there are several, all groups lie inside of nodes exactly
+        if B divides the ranks of a node.
+        """
+        chosen = self.resolve(axes)
+        rows = zip(self.names, self.sizes, self._strides(), strict=True)
+        return max((size * stride for name, size, stride in rows if name in chosen and size > 1), default=1)
+
     # -- ranks -----------------------------------------------------------------------------------------------
 
     def _strides(self) -> tuple[int, ...]:
