@@ -14,7 +14,7 @@ from mpispeed.store.stored_tensor import MemoryTensor, widen
 
 if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
-    from mpispeed.store.stored_tensor import StoredTensor
+    from mpispeed.store.stored_tensor import Lease, StoredTensor
 
 
 def start_fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> Any | None:
@@ -37,8 +37,34 @@ def fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> None:
         event.synchronize()
 
 
+class FetchedLease:
+    """A range of gradients that rest on a device, on its way into page-locked host memory since it was lent."""
+
+    __slots__ = ("_arrived", "_values")
+
+    def __init__(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Args: `dtype` is one that holds the same values in fewer bytes, to travel in."""
+        values = values if dtype is None else values.to(dtype)
+        self._values = devices.pinned(values.numel(), values.dtype).copy_(values, non_blocking=True)
+        self._arrived: Any | None = devices.mark(values.device)
+
+    def is_ready(self) -> bool:
+        """True once `wait` would not block."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def wait(self) -> torch.Tensor:
+        """The values."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self._values
+
+    def give_back(self, *, changed: bool) -> None:
+        """Do nothing: gradients are not changed by an update."""
+
+
 class Arrivals:
-    """Of one rank, by unit: copies that have not been waited for, narrow accumulators, squares taken on the device.
+    """Of one rank, by unit: copies that have not been waited for, narrow accumulators, squares taken on a device.
 
     The gradient of a unit that nothing is added to rests in the 16 bits in which it came, in the place of its
     accumulator: half of the bytes cross, and half are read by the update, which computes in fp32 all the same.
@@ -49,6 +75,7 @@ class Arrivals:
         self._narrow: dict[int, StoredTensor] = {}
         self._events: dict[int, Any] = {}
         self._squares: dict[int, exact_squares.Started] = {}
+        self._rounded: dict[int, torch.dtype] = {}
 
     @staticmethod
     def takes(stored: StoredTensor, values: torch.Tensor) -> bool:
@@ -98,14 +125,30 @@ class Arrivals:
         narrow = self._narrow.pop(index, None)
         if narrow is not None:
             widen(stored.get(), narrow.dtype)
-        self._squares.pop(index, None)
+        self._changes(index)
         return stored.get()
+
+    def _changes(self, index: int) -> None:
+        self._squares.pop(index, None)
+        self._rounded.pop(index, None)
+
+    def note_rounded(self, index: int, dtype: torch.dtype) -> None:
+        """All gradients of a unit that rest on a device in fp32 are values of `dtype`."""
+        if dtype in HALF_FLOATS:
+            self._rounded[index] = dtype
+
+    def lend(self, index: int, stored: StoredTensor, start: int, stop: int, home: torch.device) -> Lease:
+        """A lease of a range of the unit's gradients; those of a device start to travel where `home` is the host."""
+        lease = stored.lend(start, stop)
+        if home.type != "cpu" or stored.is_swapped or not devices.is_on_device(lease.wait()):
+            return lease
+        return FetchedLease(lease.wait(), self._rounded.get(index))
 
     def drop(self, index: int) -> None:
         """Forget a unit's gradients: others come, in the dtype of its accumulator. Nothing writes there afterwards."""
         self.wait(index)
         self._narrow.pop(index, None)
-        self._squares.pop(index, None)
+        self._changes(index)
 
     def has_squares(self, index: int) -> bool:
         """True if a unit was squared on its device, and has not changed since."""
@@ -116,9 +159,7 @@ class Arrivals:
         started = self._squares.get(index)
         return None if started is None else started.partials()
 
-    def forget_squares(self, index: int | None = None) -> None:
-        """Drop the squares of a unit that changes, or of all."""
-        if index is None:
-            self._squares.clear()
-        else:
-            self._squares.pop(index, None)
+    def forget(self) -> None:
+        """Drop what is known of the values of all units, because gradients begin anew."""
+        self._squares.clear()
+        self._rounded.clear()

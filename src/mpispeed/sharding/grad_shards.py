@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Span, Table, Unit
-    from mpispeed.store.stored_tensor import Carried, StoredTensor
+    from mpispeed.store.stored_tensor import Carried, Lease, StoredTensor
 
 WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""
@@ -230,6 +230,19 @@ class GradShards:
         stored = self._arrivals.resting(unit.index, self._tensors[unit.index])
         return stored, own.start if unit.states.grad.is_replicated else 0
 
+    def lend(self, unit: Unit, start: int, stop: int, home: torch.device) -> Lease:
+        """Lease elements of the range that this rank updates.
+
+        Where `home` is the host, and they rest on a device, they start to travel at once. Not blocking, except as
+        `stored`.
+        """
+        stored, at = self.stored(unit)
+        return self._arrivals.lend(unit.index, stored, at + start, at + stop, home)
+
+    def note_rounded(self, unit: Unit, dtype: torch.dtype) -> None:
+        """Gradients of a unit are values of `dtype`, whatever they rest in, until they are given to somebody."""
+        self._arrivals.note_rounded(unit.index, dtype)
+
     def square_sums(self, units: Iterable[Unit], *, threads: int) -> Iterator[list[float]]:
         """`square_partials` of the gradients for which this rank alone counts; a device is waited for once."""
         far: list[torch.Tensor] = []
@@ -249,7 +262,7 @@ class GradShards:
     def _resting(self, unit: Unit) -> torch.Tensor:
         """As `reduced`, in the dtype in which they rest."""
         stored = self._arrivals.resting(unit.index, self._tensors[unit.index])
-        return stored.get() if stored is not self._tensors[unit.index] else self.reduced(unit)
+        return stored.get()[self.target_span(unit).slice] if unit.states.grad.is_replicated else stored.get()
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
         return square_partials(self._own(unit, values), block=BLOCK, threads=threads)
@@ -263,7 +276,7 @@ class GradShards:
     def forget_squares(self) -> None:
         """Drop the squares, because gradients begin anew."""
         self._squares.clear()
-        self._arrivals.forget_squares()
+        self._arrivals.forget()
 
     @property
     def rest_bytes(self) -> int:

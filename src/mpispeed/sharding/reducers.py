@@ -410,6 +410,8 @@ class SumGradients:
             self._bring(unit, wire, adds=reduction.adds, squares=squares)
         else:
             self._sum(unit, reduction, wire, after, squares=squares)
+            if self._is_own(unit, reduction, after) and not reduction.adds:
+                shards.note_rounded(unit, wire.dtype)
         if wire is not bucket:
             arena.give(wire)
         if not unit.states.grad.is_replicated:
