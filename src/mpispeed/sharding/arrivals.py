@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def start_fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> Any | None:
     """Start to copy `x` of a device into host memory; gives the event to wait for before `out` is read, or None.
 
-    Not blocking where `out` is page-locked; other memory is filled through the windows of `comm`, of one rank.
+    Not blocking where `out` is page-locked; other memory is filled through page-locked windows.
+
+    Collective over: `comm`, which is this rank alone.
     Shapes: as each other, of one dtype.
     """
     if out.is_pinned():
@@ -31,7 +33,7 @@ def start_fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> Any | None:
 
 
 def fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> None:
-    """`start_fetch`, waited for."""
+    """`start_fetch`, waited for. Collective over: `comm`, which is this rank alone."""
     event = start_fetch(comm, out, x)
     if event is not None:
         event.synchronize()

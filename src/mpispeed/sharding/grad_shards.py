@@ -94,8 +94,8 @@ class GradShards:
                 self._arrivals.drop(unit.index)
             return self.reduced(unit)
         values = self._buffer(unit, stored)
-        if reads:
-            resting = self._arrivals.resting(unit.index, stored)
+        resting = self._arrivals.resting(unit.index, stored)
+        if reads and isinstance(resting, SwappedTensor):
             self._await(resting.start_get(last_bytes(values, resting.dtype)))
             widen(values, resting.dtype)
         self._arrivals.drop(unit.index)
@@ -130,8 +130,9 @@ class GradShards:
     def bring(self, comm: Comm, unit: Unit, values: torch.Tensor, *, squares: bool) -> None:
         """Set the accumulator of a unit to the whole sum, which `is_across`, in the dtype in which that is.
 
-        Not blocking where host memory is page-locked, until the gradients are read. A last sum is squared on its device.
+        Not blocking where host memory is page-locked, until gradients are read. A last sum is squared on its device.
 
+        Collective over: `comm`, which is this rank alone.
         Shapes: values [target_span(unit).numel].
         """
         stored, index = self._tensors[unit.index], unit.index
@@ -139,8 +140,8 @@ class GradShards:
         place = self._arrivals.begin(index, stored, values.dtype)
         if squares:
             self._arrivals.square(index, self._own(unit, values))
-        if isinstance(place, SwappedTensor):
-            buffer = last_bytes(self._buffer(unit, self._tensors[index]), values.dtype)
+        if isinstance(stored, SwappedTensor) and isinstance(place, SwappedTensor):
+            buffer = last_bytes(self._buffer(unit, stored), values.dtype)
             fetch(comm, buffer, values)
             self._write(index, place, buffer)
         else:

@@ -10,7 +10,6 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 
-
 _Shelf = tuple[torch.dtype, int, bool, bool]
 """Buffers alike: dtype, elements, whether in host memory, whether page-locked."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STEP = 4096
 """Elements: ranges of a swapped tensor that begin at multiples of this begin at a page of its file, at any dtype."""
 
-_WIDENED = 1 << 18
+WIDENED = 1 << 18
 """Elements that are widened at a time: the buffer stays in a cache."""
 
 AWAY = "these model states were taken out of memory by engine.offload_states(); call engine.reload_states() first"
@@ -416,10 +416,10 @@ def widen(values: torch.Tensor, dtype: torch.dtype) -> None:
     """
     if dtype == values.dtype:
         return
-    narrow, wide = last_bytes(values, dtype), torch.empty(min(_WIDENED, values.numel()), dtype=values.dtype)
-    for start in range(0, values.numel(), _WIDENED):
+    narrow, wide = last_bytes(values, dtype), torch.empty(min(WIDENED, values.numel()), dtype=values.dtype)
+    for start in range(0, values.numel(), WIDENED):
         piece = wide[: values.numel() - start]
-        values[start : start + _WIDENED].copy_(piece.copy_(narrow[start : start + _WIDENED]))
+        values[start : start + WIDENED].copy_(piece.copy_(narrow[start : start + WIDENED]))
 
 
 def _pages(size: int) -> int:
