@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,8 @@ from mpispeed.store.layout import BLOCK
 from mpispeed.store.stored_tensor import MemoryTensor, widen
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mpispeed.mesh.comm import Comm
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
@@ -78,6 +81,17 @@ class Arrivals:
         self._events: dict[int, Any] = {}
         self._squares: dict[int, exact_squares.Started] = {}
         self._rounded: dict[int, torch.dtype] = {}
+        self._stream: Any | None = None
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Queue what comes on a stream of its own, behind what this thread has queued, and beside what comes later."""
+        if self._stream is None:
+            self._stream = devices.module_of(device).Stream(device=device)
+        begin = devices.mark(device)
+        with devices.on_stream(device, self._stream):
+            devices.follow(device, begin)
+            yield
 
     @staticmethod
     def takes(stored: StoredTensor, values: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from mpispeed.store.transfers import own_share, own_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
@@ -126,6 +127,10 @@ class GradShards:
     def is_across(self, unit: Unit, values: torch.Tensor) -> bool:
         """True if `bring` takes these values: they are on a device, and the accumulator of the unit is not."""
         return not unit.states.grad.is_replicated and self._arrivals.takes(self._tensors[unit.index], values)
+
+    def beside(self, device: torch.device) -> AbstractContextManager[None]:
+        """Context in which copies to the host are queued beside the work of the device."""
+        return self._arrivals.beside(device)
 
     def bring(self, comm: Comm, unit: Unit, values: torch.Tensor, *, squares: bool) -> None:
         """Set the accumulator of a unit to the whole sum, which `is_across`, in the dtype in which that is.

@@ -405,13 +405,17 @@ class SumGradients:
             shards.end(unit, target, squares=True)
             return
         before, after = self.averaging.before, 1.0 if unit.states.last_sum else self.averaging.after
-        wire = _scaled(bucket, before, unit.states.wire, arena)
-        if self._is_own(unit, reduction, after) and shards.is_across(unit, wire):
-            self._bring(unit, wire, adds=reduction.adds, squares=squares)
-        else:
-            self._sum(unit, reduction, wire, after, squares=squares)
-            if self._is_own(unit, reduction, after) and not reduction.adds:
-                shards.note_rounded(unit, wire.dtype)
+        is_own, wire_dtype = self._is_own(unit, reduction, after), unit.states.wire
+        if is_own and bucket.dtype == wire_dtype and shards.is_across(unit, bucket):
+            with shards.beside(bucket.device):
+                wire = _scaled(bucket, before, wire_dtype, arena)
+                self._bring(unit, wire, adds=reduction.adds, squares=squares)
+                arena.give(bucket)
+            return
+        wire = _scaled(bucket, before, wire_dtype, arena)
+        self._sum(unit, reduction, wire, after, squares=squares)
+        if is_own and not reduction.adds:
+            shards.note_rounded(unit, wire.dtype)
         if wire is not bucket:
             arena.give(wire)
         if not unit.states.grad.is_replicated:

@@ -20,8 +20,8 @@ class Line(NamedTuple):
         thread: "main", or "other".
         what: "to_host" or "to_device": a copy; "wait": the host waits for an event, stream, device or number; or the
             first word of a note.
-        words: of a copy: dtype of its source and of its destination, elements, "queued" or "blocking"; of a wait: what
-            for, and "idle" where no copy was left to be made.
+        words: of a copy: dtype of its source and of its destination, elements, stream, "queued" or "blocking"; of a
+            wait: what for, and "idle" where no copy was left to be made.
     """
 
     thread: str
@@ -32,6 +32,11 @@ class Line(NamedTuple):
     def elements(self) -> int:
         """Of a copy."""
         return int(self.words[2])
+
+    @property
+    def stream(self) -> str:
+        """Of a copy: "0" is that of the model."""
+        return self.words[3]
 
     @property
     def nbytes(self) -> int:

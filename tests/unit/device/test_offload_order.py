@@ -99,8 +99,9 @@ def test_the_host_waits_for_squares_and_then_for_one_unit_at_a_time(device, monk
     first = next(i for i, line in enumerate(lines) if line.what == "update")
     gradients = [line for line in lines[:first] if line.what == "to_host" and line.words[0] == "BFloat16"]
     assert [line.elements for line in gradients] == [unit.layout.padded for unit in reversed(units)]
-    # A thread of its own starts the copies, and never waits for one.
-    assert {line.thread for line in gradients} == {"other"}
+    # Nobody waits for them beside the backward pass, not even the stream of the model.
+    assert len({line.stream for line in gradients} - {"0"}) == 1
+    assert {line.stream for line in lines[first:] if line.what == "to_device"} == {"0"}
     assert not [line for line in lines if line.thread == "other" and line.what == "wait"]
     waits = [line for line in lines[begin:] if line.what == "wait"]
     assert sum("idle" not in line.words for line in waits) <= 2  # the squares of the last unit, and its gradients

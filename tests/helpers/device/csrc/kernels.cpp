@@ -70,11 +70,11 @@ Tensor copy_from(const Tensor &source, const Tensor &dest, bool non_blocking) {
     const Tensor &other = is_here(dest) ? source : dest;
     const auto stream = current_stream(of_device.device().index());
     if (non_blocking && other.is_cpu() && is_pinned_address(other.storage().data())) {
-        trace_copy(source, dest, true);
+        trace_copy(source, dest, stream, true);
         copy_later(stream, [from = same_elements(source), to = same_elements(dest)] { copy_now(from, to); });
         return dest;
     }
-    trace_copy(source, dest, false);
+    trace_copy(source, dest, stream, false);
     finish(stream);
     if (is_here(other) && other.device() != of_device.device()) {
         finish(current_stream(other.device().index()));

@@ -51,7 +51,7 @@ void wait_later(const c10::Stream &stream, const Mark &mark);
 
 // Lines of the record of trace.cpp, while one is made.
 void trace(const std::string &line);
-void trace_copy(const at::Tensor &source, const at::Tensor &dest, bool is_queued);
+void trace_copy(const at::Tensor &source, const at::Tensor &dest, const c10::Stream &stream, bool is_queued);
 
 // Tensors of the device seen as tensors of the host over the same bytes; one storage stays one storage.
 class HostViews {

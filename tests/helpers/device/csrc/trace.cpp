@@ -31,11 +31,11 @@ void trace(const std::string &line) {
     }
 }
 
-void trace_copy(const at::Tensor &source, const at::Tensor &dest, bool is_queued) {
+void trace_copy(const at::Tensor &source, const at::Tensor &dest, const c10::Stream &stream, bool is_queued) {
     if (g_is_on && is_here(source) != is_here(dest)) {
         trace(std::string(is_here(dest) ? "to_device " : "to_host ") + c10::toString(source.scalar_type()) + " " +
               c10::toString(dest.scalar_type()) + " " + std::to_string(source.numel()) +
-              (is_queued ? " queued" : " blocking"));
+              " " + std::to_string(stream.id()) + (is_queued ? " queued" : " blocking"));
     }
 }
 
