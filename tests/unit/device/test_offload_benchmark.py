@@ -38,6 +38,6 @@ def test_all_sides_train_alike(benchmark, tmp_path, monkeypatch, capsys):
     assert len({losses[side] for side in losses if "optimizer" in side}) == 1
     assert list(losses.values()) == pytest.approx([losses["stage 2"]] * len(losses), rel=1e-2)
     (in_files,) = (row for row in rows if row["side"] in benchmark.FILES)
-    assert in_files["over_in turns"] > 0
+    assert in_files["over_disk_in_turns"] > 0
     assert len(capsys.readouterr().out.splitlines()) == len(sides)
     assert list(tmp_path.glob("*.bin")) == []
