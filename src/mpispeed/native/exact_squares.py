@@ -51,7 +51,7 @@ def square_partials(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     launcher = for_tensor(tensors[0])
     fast = [x for x in tensors if launcher is not None and x.dtype in TAGS and block == TILE]
     slow = [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE]
-    found = [] if launcher is None or not fast else partials_of(_limbs_of(launcher, fast))
+    found = [] if launcher is None or not fast else partials_of(_limbs_by_kernel(launcher, fast))
     return found + square_partials_reference(slow, block=block) if slow else found
 
 
@@ -68,15 +68,15 @@ class Started:
         return self._read(self._host)
 
 
-def start_square_partials(x: Tensor, *, block: int) -> Started:
-    """`square_partials` of one tensor of a device; nothing waits until they are asked for.
+def start_square_partials(tensors: Sequence[Tensor], *, block: int) -> Started:
+    """`square_partials`; nothing waits until they are asked for.
 
-    Shapes: x flat and contiguous, of any float dtype.
+    Shapes: tensors at least one, flat and contiguous, on one device, of one float dtype.
     """
-    launcher = for_tensor(x)
-    if launcher is not None and x.dtype in TAGS and block == TILE:
-        return Started(_limbs_of(launcher, [x]), partials_of)
-    return Started(_table_of([x], block), _partials_of_table)
+    launcher = for_tensor(tensors[0])
+    if launcher is not None and tensors[0].dtype in TAGS and block == TILE:
+        return Started(_limbs_by_kernel(launcher, tensors), partials_of)
+    return Started(_table_of(tensors, block), _partials_of_table)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def partials_of(limbs: Tensor) -> list[float]:
     return values
 
 
-def _limbs_of(launcher: Launcher, tensors: Sequence[Tensor]) -> Tensor:
+def _limbs_by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> Tensor:
     limbs = torch.zeros(LIMBS, dtype=torch.int64, device=tensors[0].device)
     for x in tensors:
         if x.numel():

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
 
+_SQUARED = 1 << 22
+"""Elements that are squared at a time: without kernels there are temporaries, and this is beside the backward pass."""
+
+
 def start_fetch(comm: Comm, out: torch.Tensor, x: torch.Tensor) -> Any | None:
     """Start to copy `x` of a device into host memory; gives the event to wait for before `out` is read, or None.
 
@@ -117,7 +121,7 @@ class Arrivals:
 
     def square(self, index: int, values: torch.Tensor) -> None:
         """Start to square gradients of a unit on their device."""
-        self._squares[index] = exact_squares.start_square_partials(values, block=BLOCK)
+        self._squares[index] = exact_squares.start_square_partials(values.split(_SQUARED), block=BLOCK)
 
     def wait(self, index: int) -> None:
         """Wait for the unit's gradients, and no others."""
