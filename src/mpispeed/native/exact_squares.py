@@ -8,12 +8,13 @@ and one small table is copied to the host for any number of tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from mpispeed.base import device as devices
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
 
@@ -50,20 +51,53 @@ def square_partials(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     launcher = for_tensor(tensors[0])
     fast = [x for x in tensors if launcher is not None and x.dtype in TAGS and block == TILE]
     slow = [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE]
-    found = [] if launcher is None or not fast else _by_kernel(launcher, fast)
+    found = [] if launcher is None or not fast else partials_of(_limbs_by_kernel(launcher, fast))
     return found + square_partials_reference(slow, block=block) if slow else found
+
+
+class Started:
+    """Partials on their way from a device to the host."""
+
+    def __init__(self, found: Tensor, read: Callable[[Tensor], list[float]]) -> None:
+        self._host = devices.pinned(found.numel(), found.dtype).copy_(found, non_blocking=True)
+        self._arrived, self._read = devices.mark(found.device), read
+
+    def partials(self) -> list[float]:
+        """As `square_partials`. Waits for them, and for nothing that was queued later."""
+        self._arrived.synchronize()
+        return self._read(self._host)
+
+
+def start_square_partials(tensors: Sequence[Tensor], *, block: int) -> Started:
+    """`square_partials`; nothing waits until they are asked for.
+
+    Shapes: tensors at least one, flat and contiguous, on one device, of one float dtype.
+    """
+    launcher = for_tensor(tensors[0])
+    if launcher is not None and tensors[0].dtype in TAGS and block == TILE:
+        return Started(_limbs_by_kernel(launcher, tensors), partials_of)
+    return Started(_table_of(tensors, block), _partials_of_table)
 
 
 @torch.no_grad()
 def square_partials_reference(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     """The same in torch: the lists may differ, their exact sums do not."""
-    if not tensors:
-        return []
+    return _partials_of_table(_table_of(tensors, block)) if tensors else []
+
+
+@torch.no_grad()
+def _table_of(tensors: Sequence[Tensor], block: int) -> Tensor:
+    """Sums of upper and of lower halves of mantissas by power, then counts of infinities and of NaN."""
     table = torch.zeros(2 * _POWERS + 2, dtype=torch.int64, device=tensors[0].device)
     step = max(SPAN // block, 1) * block
     for x in tensors:
         for start in range(0, x.numel(), step):
             _add(table, block_sums(x[start : start + step], block))
+    return table
+
+
+def _partials_of_table(table: Tensor) -> list[float]:
+    """As `partials_of`."""
     found: list[int] = table.tolist()
     if found[-1]:
         return [math.nan]
@@ -96,7 +130,7 @@ def partials_of(limbs: Tensor) -> list[float]:
     return values
 
 
-def _by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> list[float]:
+def _limbs_by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> Tensor:
     limbs = torch.zeros(LIMBS, dtype=torch.int64, device=tensors[0].device)
     for x in tensors:
         if x.numel():
@@ -105,7 +139,7 @@ def _by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> list[float]:
                 f"exact_squares_{TAGS[x.dtype]}", (blocks, 1, 1), (_THREADS, 1, 1),
                 x.data_ptr(), limbs.data_ptr(), x.numel(),
             )  # fmt: skip
-    return partials_of(limbs)
+    return limbs
 
 
 def block_sums(x: Tensor, block: int) -> Tensor:
