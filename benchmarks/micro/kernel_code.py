@@ -270,7 +270,9 @@ def main() -> None:
     print(f"{sum(seconds.values()):.1f} s to compile {len(seconds)} sources, at most {max(seconds.values()):.1f} s")
     if args.json:
         results = {"kernels": now, "kernels_before": before, "compile_seconds": seconds}
-        peers.write_json(args.json, "micro/kernel_code", {"arch": archs, "nvcc": toolchain.version(toolchain.find_nvcc())}, results)
+        peers.write_json(
+            args.json, "micro/kernel_code", {"arch": archs, "nvcc": toolchain.version(toolchain.find_nvcc())}, results
+        )
 
 
 if __name__ == "__main__":

@@ -139,37 +139,32 @@ __device__ __forceinline__ float scale_of(u32 peak) {
 // Quotients by the scale of a block, rounded to integers as an IEEE division and an addition would have them, in three
 // instructions instead of about twenty: v * (r + rest), with r the rounded reciprocal, rest what it lacks, and one
 // rounding, in which only quotients within 1.5 * 2^-47 of the middle between two floats can go wrong. With integers in
-// mind that matters where such a middle is beside a half; tests try all of those that may occur (test_quant.py). That
-// is for scales of usual size. Remainders of small ones would underflow: they, and all values under them, are lifted
-// by a power of two first. Codes of a scale of 0 or NaN are 0.
+// mind that matters where such a middle is beside a half; tests try all of those that there are (test_quant.py).
 struct Divisor {
-    float reciprocal, rest, lift;
-    bool is_usual, is_coded;
+    float reciprocal, rest;
+    float lift;  // 1; 2^-64 under scales so large that `rest` would underflow; 0 where codes are 0: no scale, or NaN
 
     __device__ __forceinline__ explicit Divisor(float scale) {
-        is_usual = scale >= 0x1p-60f;
-        is_coded = scale > 0.0f;
-        lift = is_usual ? 1.0f : 0x1p64f;
+        lift = scale > 0.0f ? scale > 0x1p100f ? 0x1p-64f : 1.0f : 0.0f;
         scale = __fmul_rn(scale, lift);
         reciprocal = __frcp_rn(scale);
         rest = __fmul_rn(__fmaf_rn(-reciprocal, scale, 1.0f), reciprocal);
     }
-    // The integer with kRounder added, where the scale is usual.
-    __device__ __forceinline__ float usual(float v) const {
-        return __fadd_rn(__fmaf_rn(v, reciprocal, __fmul_rn(v, rest)), kRounder);
-    }
-    __device__ __forceinline__ float rounded(float v) const {
-        return is_coded ? usual(__fmul_rn(v, lift)) : kRounder;
-    }
+    // The integers with kRounder added.
     template <int kCount>
-    __device__ __forceinline__ void round_all(float (&rounded_values)[kCount], const float (&v)[kCount]) const {
-        if (is_usual) {
+    __device__ __forceinline__ void round_all(float (&rounded)[kCount], const float (&v)[kCount]) const {
+        if (lift == 1.0f) {
 #pragma unroll
-            for (int i = 0; i < kCount; i++) rounded_values[i] = usual(v[i]);
+            for (int i = 0; i < kCount; i++) rounded[i] = round(v[i]);
         } else {
 #pragma unroll
-            for (int i = 0; i < kCount; i++) rounded_values[i] = rounded(v[i]);
+            for (int i = 0; i < kCount; i++) rounded[i] = lift == 0.0f ? kRounder : round(__fmul_rn(v[i], lift));
         }
+    }
+
+  private:
+    __device__ __forceinline__ float round(float v) const {
+        return __fadd_rn(__fmaf_rn(v, reciprocal, __fmul_rn(v, rest)), kRounder);
     }
 };
 

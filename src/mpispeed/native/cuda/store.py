@@ -103,7 +103,9 @@ def compile_missing(wanted: Iterable[str], arch: str) -> list[str]:
     with ThreadPoolExecutor(cores) as pool:
         try:
             for waits in (False, True):
-                done = list(pool.map(lambda source, waits=waits: _make(source, arch, places[source], waits=waits), missing))
+                done = list(
+                    pool.map(lambda source, waits=waits: _make(source, arch, places[source], waits=waits), missing)
+                )
                 made += [source for source, is_mine in zip(missing, done, strict=True) if is_mine]
                 missing = [source for source, is_mine in zip(missing, done, strict=True) if is_mine is None]
         except BaseException:
