@@ -66,7 +66,6 @@ class NormCalls:
         launcher_of: Callable[[Tensor], Any],
         dtypes: Iterable[torch.dtype],
     ) -> None: ...
-    def launcher(self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any: ...
     def run(
         self,
         x: Tensor,
@@ -123,5 +122,5 @@ class NormCalls:
         x: Tensor,
         weight: Tensor | None,
         mean: Tensor | int | None,
-        rstd: Tensor | int,
+        rstd: Tensor,
     ) -> None: ...
