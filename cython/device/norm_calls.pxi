@@ -1,7 +1,5 @@
 # Forward and backward passes of norms by kernels, with as little as possible between torch and the launches.
 
-cdef object empty = torch.empty, empty_like = torch.empty_like, float32 = torch.float32
-
 
 cdef class NormLaunches:
     """Launches of a backward pass.
@@ -48,15 +46,16 @@ cdef class NormSize:
     """Launches of norms of one size, looked up once for a forward pass and its backward pass."""
 
     cdef object runs, dtype
+    cdef int device
     cdef Py_ssize_t count, cols
     cdef double eps
     cdef bint is_centered
     cdef Launch aligned, unaligned
     cdef list behind
 
-    cdef bint fits(self, runs, bint is_centered, Py_ssize_t count, Py_ssize_t cols, dtype, double eps):
+    cdef bint fits(self, runs, bint is_centered, Py_ssize_t count, Py_ssize_t cols, dtype, double eps, int device):
         return (
-            self.runs is runs and self.count == count and self.cols == cols and self.dtype is dtype
+            self.runs is runs and self.device == device and self.count == count and self.cols == cols and self.dtype is dtype
             and self.eps == eps and self.is_centered == is_centered
         )
 
@@ -83,14 +82,16 @@ cdef class NormCalls:
         self.sizes = [None] * SIZES
         self.apply = self.refuse = None
 
-    cdef NormSize sized(self, runs, bint is_centered, Py_ssize_t count, Py_ssize_t cols, dtype, double eps):
+    cdef NormSize sized(
+        self, runs, bint is_centered, Py_ssize_t count, Py_ssize_t cols, dtype, double eps, int device,
+    ):
         """The launches of this size: a key of Python for each call would cost more than the launch."""
         cdef Py_ssize_t at = (count * 31 + cols * 7 + is_centered + (<Py_ssize_t><void *>dtype >> 5)) % SIZES
         cdef NormSize size = <NormSize>self.sizes[at]
-        if size is None or not size.fits(runs, is_centered, count, cols, dtype, eps):
+        if size is None or not size.fits(runs, is_centered, count, cols, dtype, eps, device):
             size = NormSize.__new__(NormSize)
             size.runs, size.dtype, size.count, size.cols = runs, dtype, count, cols
-            size.eps, size.is_centered, size.behind = eps, is_centered, [None] * 8
+            size.eps, size.is_centered, size.device, size.behind = eps, is_centered, device, [None] * 8
             self.sizes[at] = size
         return size
 
@@ -134,7 +135,7 @@ cdef class NormCalls:
         if not (is_row(weight, cols) and is_row(bias, cols)) or is_traced():
             return None
         runs = self.launcher_of(x)
-        return None if runs is None else self.sized(runs, is_centered, count, cols, dtype, eps)
+        return None if runs is None else self.sized(runs, is_centered, count, cols, dtype, eps, device)
 
     def run(self, x, residual, weight, bias, double eps, bint is_centered):
         """y, or y and the sum if there is a residual; None if kernels do not take these as they are."""
@@ -151,14 +152,15 @@ cdef class NormCalls:
 
     def forward(self, runs, x, residual, weight, bias, double eps, bint is_centered):
         """y, the sum, and means (of a layer norm) before reciprocal deviations as one vector."""
-        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, eps)
+        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, eps, x.get_device())
         return self.pass_forward(size, x, residual, weight, bias)
 
     cdef tuple pass_forward(self, NormSize size, x, residual, weight, bias):
         cdef Py_ssize_t rows = size.count // size.cols
         cdef uintptr_t words[8]
-        y, total = empty_like(x), None if residual is None else empty_like(x)
-        stats = empty(2 * rows if size.is_centered else rows, dtype=float32, device=x.device)
+        shape, dtype = <tuple>x.shape, size.dtype
+        y, total = new_of(shape, dtype, size.device), None if residual is None else new_of(shape, dtype, size.device)
+        stats = new_flat(2 * rows if size.is_centered else rows, float32, size.device)
         words[0], words[1], words[2] = y.data_ptr(), address_of(total), stats.data_ptr()
         words[3] = words[2] + 4 * rows if size.is_centered else words[2]
         words[4], words[5], words[6], words[7] = (
@@ -169,7 +171,7 @@ cdef class NormCalls:
 
     def launch(self, runs, y, total, mean, rstd, x, residual, weight, bias, eps, bint is_centered):
         """The same into tensors that are there."""
-        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, eps)
+        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, eps, x.get_device())
         cdef uintptr_t words[8]
         words[0], words[1], words[2], words[3] = (
             address_of(y), address_of(total), address_of(mean), address_of(rstd)
@@ -181,38 +183,37 @@ cdef class NormCalls:
 
     def backward(self, runs, dy, add, x, weight, stats, bint is_centered, bint with_weight, bint with_bias):
         """Gradients of x, weight and bias; `add` is added to the first, and `stats` are those of `forward`."""
-        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, 0.0)
+        cdef NormSize size = self.sized(runs, is_centered, x.numel(), x.size(-1), x.dtype, 0.0, x.get_device())
         return self.pass_backward(size, dy, add, x, weight, stats, with_weight, with_bias)
 
     cdef tuple pass_backward(self, NormSize size, dy, add, x, weight, stats, bint with_weight, bint with_bias):
         cdef uintptr_t mean
         cdef Py_ssize_t cols = size.cols
-        dtype, device = size.dtype, x.get_device()
-        if not is_like(dy, dtype, device):
+        dtype = size.dtype
+        if not is_like(dy, dtype, size.device):
             dy = dy.to(dtype).contiguous()
-        if not is_like(add, dtype, device):
+        if not is_like(add, dtype, size.device):
             add = add.to(dtype).contiguous()
-        dx = empty_like(x)
-        dweight = (x.new_empty(cols) if weight is None else empty_like(weight)) if with_weight else None
-        dbias = (x.new_empty(cols) if weight is None else empty_like(weight)) if with_bias else None
+        dx = new_of(<tuple>x.shape, dtype, size.device)
+        dweight = new_flat(cols, dtype, size.device) if with_weight else None
+        dbias = new_flat(cols, dtype, size.device) if with_bias else None
         mean = stats.data_ptr()
         self.launch_sized(
             size, dx.data_ptr(), address_of(dweight), address_of(dbias), dy.data_ptr(), address_of(add), x.data_ptr(),
             address_of(weight), mean if size.is_centered else 0,
-            mean + 4 * (size.count // cols) if size.is_centered else mean, stats,
+            mean + 4 * (size.count // cols) if size.is_centered else mean,
         )
         return dx, dweight, dbias
 
     cdef launch_sized(
         self, NormSize size, uintptr_t dx, uintptr_t dweight, uintptr_t dbias, uintptr_t dy, uintptr_t add,
-        uintptr_t x, uintptr_t weight, uintptr_t mean, uintptr_t rstd, stats,
+        uintptr_t x, uintptr_t weight, uintptr_t mean, uintptr_t rstd,
     ):
-        """The passes; room for partial sums is that of `stats`, a float vector."""
         cdef bint is_aligned = (dy | add | x | weight) % 16 == 0
         cdef NormLaunches launches = self.back(size, is_aligned, dweight != 0, dbias != 0)
         cdef uintptr_t partial = 0
         if dweight or dbias:
-            room = stats.new_empty(2 * launches.part)
+            room = new_flat(2 * launches.part, float32, size.device)
             partial = room.data_ptr()
         launches.go(dx, dweight, dbias, dy, add, x, weight, mean, rstd, partial)
 
@@ -221,10 +222,10 @@ cdef class NormCalls:
 
         Without a mean it is a root mean square norm.
         """
-        cdef NormSize size = self.sized(runs, mean is not None, x.numel(), x.size(-1), x.dtype, 0.0)
+        cdef NormSize size = self.sized(runs, mean is not None, x.numel(), x.size(-1), x.dtype, 0.0, x.get_device())
         self.launch_sized(
             size, address_of(dx), address_of(dweight), address_of(dbias), address_of(dy), address_of(add),
-            address_of(x), address_of(weight), address_of(mean), address_of(rstd), rstd,
+            address_of(x), address_of(weight), address_of(mean), address_of(rstd),
         )
 
     def function_forward(self, ctx, x, residual, weight, bias, NormSize size):
@@ -253,23 +254,7 @@ cdef class NormCalls:
 cdef enum:
     SIZES = 64  # kept at once; one more takes the place of another
 
-cdef object is_grad_enabled = torch.is_grad_enabled
-cdef object dispatch_modes = torch._C._len_torch_dispatch_stack
-cdef object transforms_active = torch._C._are_functorch_transforms_active
-cdef object any_autocast = torch._C._is_any_autocast_enabled
-cdef object Tensor = torch.Tensor, Parameter = torch.nn.Parameter
-
-
-cdef inline bint is_plain(x):
-    """True for None too."""
-    return x is None or type(x) is Tensor or type(x) is Parameter
-
 
 cdef inline bint is_row(x, Py_ssize_t cols) except -1:
     """True for a vector of so many elements, and for None."""
     return x is None or (x.dim() == 1 and x.numel() == cols)
-
-
-cdef bint is_traced() except -1:
-    """True if something sees or changes calls of torch: a dispatch mode, a function transform or autocast."""
-    return dispatch_modes() or transforms_active() or any_autocast()

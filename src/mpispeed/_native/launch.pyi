@@ -8,6 +8,11 @@ from typing_extensions import disjoint_base
 
 def are_alike(x: Tensor, *others: Tensor | None) -> bool: ...
 def are_aligned(*tensors: Tensor | None) -> bool: ...
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, index: int) -> Tensor: ...
+def find_interface(names: tuple[str, ...] = ...) -> bool: ...
+def place_of(function: Any) -> int: ...
+def bound(function: Callable[..., Any]) -> Any: ...
+def route(args: tuple[Any, ...], places: tuple[int, ...]) -> int: ...
 
 @disjoint_base
 class Queue:
@@ -124,3 +129,49 @@ class NormCalls:
         mean: Tensor | int | None,
         rstd: Tensor,
     ) -> None: ...
+
+@disjoint_base
+class NormSize: ...
+
+@disjoint_base
+class Columns:
+    parts: int
+    def __init__(self, launch: Launch, add_up: Launch, parts: int) -> None: ...
+
+@disjoint_base
+class LayerPasses:
+    runs: Any
+    def __init__(
+        self,
+        runs: Any,
+        key: tuple[Any, ...],
+        passes: tuple[Launch, Launch, Launch],
+        columns: tuple[Columns, Columns],
+        norms: NormCalls,
+    ) -> None: ...
+
+@disjoint_base
+class LayerCalls:
+    refuse: Any
+    before_forward: Any
+    before_backward: Any
+    after_forward: Any
+    after_backward: Any
+    def __init__(
+        self,
+        prepare: Callable[[Any, tuple[Any, ...]], LayerPasses],
+        launcher_of: Callable[[Tensor], Any],
+        is_placed: Callable[[Tensor], bool],
+        vectors: dict[torch.dtype, int],
+    ) -> None: ...
+    def passes(
+        self,
+        x: Tensor,
+        parameters: tuple[Tensor, ...],
+        inner: int,
+        heads: int,
+        ratio: float,
+        eps: float,
+        is_pre: bool,
+        keeps_gelu: bool,
+    ) -> LayerPasses | None: ...
