@@ -204,4 +204,5 @@ cdef class Launch:
 include "room.pxi"
 include "route.pxi"
 include "norm_calls.pxi"
+include "face_calls.pxi"
 include "layer_calls.pxi"

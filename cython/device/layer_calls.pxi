@@ -1,16 +1,6 @@
 # A transformer layer between the launches: two functions of autograd around its attention.
 
-cdef object linear = torch.nn.functional.linear, mm = torch.mm, randint = torch.randint, int64 = torch.int64
-
-
-cdef class Columns:
-    """A backward pass with the sums of its columns: a launch, the one that adds partial sums, and their floats."""
-
-    cdef Launch launch, add_up
-    cdef readonly size_t parts
-
-    def __init__(self, Launch launch, Launch add_up, size_t parts):
-        self.launch, self.add_up, self.parts = launch, add_up, parts
+cdef object linear = torch.nn.functional.linear, mm = torch.mm
 
 
 cdef class LayerPasses:
@@ -83,14 +73,6 @@ cdef class LayerPasses:
         )
         return dweight, dbias
 
-    cdef columns_back(self, Columns columns, uintptr_t *words, int count, dbias, uintptr_t room, uint64_t *seed):
-        """Launch a backward pass, of which the second pointer is that of its partial sums, and add them."""
-        cdef uintptr_t sums[3]
-        words[1] = room
-        columns.launch.go(words, count, seed)
-        sums[0], sums[1], sums[2] = dbias.data_ptr(), 0, room
-        columns.add_up.go(sums, 3)
-
     cdef tuple drop_backward(self, dy, object seed, double scale, uintptr_t room):
         """Gradients of a branch that was scaled and dropped from, and of its bias; without both the first is dy."""
         cdef uintptr_t words[3]
@@ -99,10 +81,10 @@ cdef class LayerPasses:
         dx = None if seed is None else self.matrix(self.hidden)
         words[0], words[2] = address_of(dx), dy.data_ptr()
         if seed is None:
-            self.columns_back(self.drop_back, words, 3, dbias, room, NULL)
+            columns_back(self.drop_back, words, 3, dbias, room, NULL)
         else:
             number = word_of(seed)
-            self.columns_back(self.drop_back, words, 3, dbias, room, &number)
+            columns_back(self.drop_back, words, 3, dbias, room, &number)
         if dx is None:
             dx = dy if dy.dim() == 2 else dy.view(self.rows, self.hidden)
             return (dx, dbias) if scale == 1.0 else (dx * scale, dbias * scale)
@@ -118,13 +100,6 @@ cdef class LayerPasses:
                 randint(1 << 62, (), dtype=int64, device=residual.device),
             )
         return tuple(randint(1 << 62, (2,), dtype=int64, device="cpu").tolist())
-
-
-cdef inline uint64_t word_of(seed) except? 1:
-    """What a launch takes for a seed of `LayerPasses.seeds`."""
-    if seed is None:
-        return 0
-    return seed if isinstance(seed, int) else seed.data_ptr()
 
 
 cdef class LayerCalls:
@@ -341,7 +316,7 @@ cdef class LayerCalls:
         words[0], words[2], words[3], words[4] = (
             dinner.data_ptr(), dg.data_ptr(), inner.data_ptr(), inter_b.data_ptr()
         )
-        passes.columns_back(passes.gelu_back, words, 5, dinter_b, room, NULL)
+        columns_back(passes.gelu_back, words, 5, dinter_b, room, NULL)
         dinter_w = mm(dinner.t(), f) if needs[6] else None
         df = mm(dinner, inter_w)
         if not passes.is_pre:

@@ -61,12 +61,13 @@ cdef object new(int dims, int64_t *sizes, dtype, int32_t index):
     cdef int i
     cdef void *handle = NULL
     cdef PyObject *made
-    if make_empty is not NULL:
+    code = codes.get(dtype)
+    if make_empty is not NULL and code is not None:
         for i in range(dims - 1, -1, -1):
             strides[i] = stride
             stride *= sizes[i] if sizes[i] > 1 else 1
         if not make_empty(
-            dims, sizes, strides, <int32_t>codes[dtype], on_cpu if index < 0 else on_cuda, index if index > 0 else 0,
+            dims, sizes, strides, <int32_t>code, on_cpu if index < 0 else on_cuda, index if index > 0 else 0,
             &handle,
         ):
             made = wrap(handle)

@@ -175,3 +175,51 @@ class LayerCalls:
         is_pre: bool,
         keeps_gelu: bool,
     ) -> LayerPasses | None: ...
+
+@disjoint_base
+class FacePasses:
+    def __init__(self, runs: Any, key: tuple[Any, ...], launch: Launch, back: Columns) -> None: ...
+
+@disjoint_base
+class FaceCalls:
+    apply_gelu: Any
+    apply_drop: Any
+    apply_drop_norm: Any
+    apply_softmax: Any
+    prepare_softmax: Any
+    refuse: Any
+    gelu_forward: Any
+    gelu_backward: Any
+    drop_forward: Any
+    drop_backward: Any
+    drop_norm_forward: Any
+    drop_norm_backward: Any
+    softmax_forward: Any
+    softmax_backward: Any
+    def __init__(
+        self,
+        prepare: Callable[[Any, tuple[Any, ...]], FacePasses],
+        launcher_of: Callable[[Tensor], Any],
+        is_placed: Callable[[Tensor], bool],
+        vectors: dict[torch.dtype, int],
+        norms: NormCalls,
+    ) -> None: ...
+    def gelu(self, x: Tensor, bias: Tensor | None, form: str) -> Tensor | None: ...
+    def drop(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None
+    ) -> Tensor | None: ...
+    def drop_norm(
+        self,
+        x: Tensor,
+        x_bias: Tensor | None,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        ratio: float,
+        eps: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None: ...
+    def softmax(self, scores: Tensor, scale: float, is_causal: bool) -> Tensor | None: ...
+
+@disjoint_base
+class SoftmaxPasses: ...

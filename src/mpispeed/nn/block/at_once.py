@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 
-from mpispeed.native.columns import vector
 from mpispeed.native.cuda import launcher, ops, philox
-from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.compiled import is_built
 from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import Launcher, keep
+from mpispeed.native.face_kernels import VECTORS, columns
 from mpispeed.native.norm_kernels import calls as norms
 from mpispeed.native.pass_kernels import (
-    ColumnPass,
     Rows,
     drop_backward_pass,
     drop_norm_pass,
@@ -43,19 +41,13 @@ def _prepare(runs: Launcher, key: tuple[Any, ...]) -> compiled.LayerPasses:
         count, hidden, inner, dtype, _, _, ratio, eps, _, _, by_place = key
         outer, wide = (Rows(runs, count // hidden, cols, dtype) for cols in (hidden, inner))
         passes = (drop_norm_pass(outer, ratio, eps, by_place), drop_pass(outer, ratio, by_place), gelu_pass(wide))
-        columns = _columns(drop_backward_pass(outer, ratio, by_place)), _columns(gelu_backward_pass(wide))
-        found = keep(runs, kept, compiled.LayerPasses(runs, key, passes, columns, norms))
+        back = columns(drop_backward_pass(outer, ratio, by_place)), columns(gelu_backward_pass(wide))
+        found = keep(runs, kept, compiled.LayerPasses(runs, key, passes, back, norms))
     return found
 
 
-def _columns(made: ColumnPass) -> compiled.Columns:
-    return compiled.Columns(made.launch, made.add_up, made.parts)
-
-
 if is_built:
-    calls = compiled.LayerCalls(
-        _prepare, launcher.for_tensor, philox.are_in_memory, {dtype: vector(dtype) for dtype in TAGS}
-    )
+    calls = compiled.LayerCalls(_prepare, launcher.for_tensor, philox.are_in_memory, VECTORS)
     calls.refuse = partial(ops.refuse_second_derivative, "a transformer layer")
 
     class Before(torch.autograd.Function):
