@@ -55,8 +55,8 @@ cdef class NormSize:
 
     cdef bint fits(self, runs, bint is_centered, Py_ssize_t count, Py_ssize_t cols, dtype, double eps, int device):
         return (
-            self.runs is runs and self.device == device and self.count == count and self.cols == cols and self.dtype is dtype
-            and self.eps == eps and self.is_centered == is_centered
+            self.runs is runs and self.device == device and self.count == count and self.cols == cols
+            and self.dtype is dtype and self.eps == eps and self.is_centered == is_centered
         )
 
 
