@@ -17,8 +17,9 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import AgreementError, MpispeedError, StoreError
 from mpispeed.mesh.collectives import verbs
 from mpispeed.mesh.collectives.group import Call, CommTrace, Group
+from mpispeed.mesh.collectives.transport import Posted
 from mpispeed.mesh.collectives.verbs import Message, Verb, check_peer
-from mpispeed.mesh.collectives.work import Label, Posted, Ready, Work, described, nap_until, stream_sync
+from mpispeed.mesh.collectives.work import Label, Ready, Work, described, nap_until, stream_sync
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.progress import Progress

@@ -23,6 +23,7 @@ from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.recorder import CallSequence
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.collectives.device_path import DevicePath
     from mpispeed.mesh.collectives.transport import Transport
 
 Axes = tuple[str, ...]
@@ -159,7 +160,10 @@ class Group:
         limits: sizes of messages and time-outs.
         sequence: the group in the flight recorder; None: it is not recorded.
         turn: on a channel, waits until operations started before have ended.
+        device_path: how tensors of a device travel; None: through host memory.
     """
+
+    device_path: DevicePath | None = None
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,14 @@ Source = Callable[[], int | None]
 
 Pairs = Sequence[tuple[torch.Tensor, int]]
 """Flat tensors with the rank they go to or come from."""
+
+
+class Posted(NamedTuple):
+    """A message under way: its polls, the buffers it needs until then, and the final copy to its destination."""
+
+    polls: list[Poll]
+    kept: object
+    bring: Callable[[], object] | None = None
 
 
 class Fast(abc.ABC):
