@@ -21,6 +21,7 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError, ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.mesh.backends import nccl
+from mpispeed.mesh.backends.pointers import PointerPath
 from mpispeed.mesh.collectives.group import CommTrace
 
 if TYPE_CHECKING:
@@ -98,7 +99,12 @@ def _open_nccl(comm: Comm, device: torch.device, place: Place) -> DevicePath:
     return nccl.open_path(comm, device, node=place.node, has_messages=place.has_messages)
 
 
-OPENERS: dict[str, Opener] = {"nccl": _open_nccl}
+def _open_pointers(comm: Comm, device: torch.device, place: Place) -> DevicePath:
+    del place
+    return PointerPath(comm.group, device)
+
+
+OPENERS: dict[str, Opener] = {"nccl": _open_nccl, "pointers": _open_pointers}
 """By name: opens the way of a group, or raises a CommError on all of its ranks. Collective over: the group."""
 
 ASKED_ONLY = frozenset({"pointers"})

@@ -116,25 +116,48 @@ static int add_up(Comm *c, char *out, const char *parts, size_t bytes, int type,
         else if (type == 8) { ADD(double) }
         else if (type == 4) { ADD(int64_t) }
         else if (type == 2) { ADD(int32_t) }
+        else if (type == 1) { ADD(uint8_t) }
         else return refuse(INVALID_ARGUMENT, "fake: no sums of this type");
     }
     return OK;
 }
 
 
-static int run(Call *list, int count) {
+static int send_all(Call *list, int count) {
     int result = OK;
     for (int i = 0; i < count; ++i)
         if (finish) finish(list[i].stream);
     for (int i = 0; i < count && !result; ++i)
         if (list[i].what == SEND) result = put(list[i].comm, list[i].peer, list[i].memory, list[i].bytes);
+    return result;
+}
+
+static int take_all(Call *list, int count) {
+    int result = OK;
     for (int i = 0; i < count && !result; ++i)
         if (list[i].what == RECV) result = take(list[i].comm, list[i].peer, list[i].memory, list[i].bytes);
     return result;
 }
 
-static Call kept[MOST_CALLS];
+static int run(Call *list, int count) {
+    int result = send_all(list, count);
+    return result ? result : take_all(list, count);
+}
+
+static Call kept[MOST_CALLS]; /* what waits for connections */
 static int kept_count;
+
+static int have_come(Call *list, int count) {
+    int ahead[MOST_RANKS] = {0};
+    char path[256];
+    for (int i = 0; i < count; ++i) {
+        Comm *c = list[i].comm;
+        if (list[i].what != RECV) continue;
+        place(path, c, "m", list[i].peer, c->rank, c->counts.from[list[i].peer] + (unsigned long)ahead[list[i].peer]++);
+        if (!exists(path)) return 0;
+    }
+    return 1;
+}
 
 static int submit(void) {
     int count = call_count;
@@ -149,7 +172,8 @@ static int submit(void) {
         for (int i = 0; i < count; ++i) calls[i].comm->is_used = 1;
         memcpy(kept, calls, sizeof(Call) * (size_t)count);
         kept_count = count;
-        return IN_PROGRESS;
+        int result = send_all(kept, count);
+        return result ? result : IN_PROGRESS;
     }
     return run(calls, count);
 }
@@ -205,7 +229,8 @@ int ncclCommGetAsyncError(Comm *c, int *state) {
         c->is_made = 1;
     }
     if (kept_count && kept[0].comm == c) {
-        int count = kept_count, result = run(kept, count);
+        if (!have_come(kept, kept_count)) { *state = is_dead(c) ? REMOTE : IN_PROGRESS; return OK; }
+        int count = kept_count, result = take_all(kept, count);
         kept_count = 0;
         if (result) c->error = result;
     }
@@ -229,6 +254,7 @@ int ncclCommAbort(Comm *c) {
     snprintf(path, sizeof path, "%s/dead", c->folder);
     int file = open(path, O_CREAT, 0600);
     if (file >= 0) close(file);
+    if (kept_count && kept[0].comm == c) kept_count = 0;
     free(c);
     return OK;
 }

@@ -18,7 +18,8 @@ from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends.nccl_comm import Communicator, raw_stream
 from mpispeed.mesh.backends.nccl_library import OPS, TYPES, UINT8, Library, library_for
 from mpispeed.mesh.collectives.device_path import DevicePath
-from mpispeed.mesh.collectives.work import Posted, in_this_mode, nap_until
+from mpispeed.mesh.collectives.transport import Posted
+from mpispeed.mesh.collectives.work import in_this_mode, nap_until
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.transport import Pairs, Transport
@@ -150,7 +151,7 @@ class NcclPath(DevicePath):
         self._to, self._from = lanes
 
     def reaches(self, peer: int) -> bool:
-        """True if messages to and from a rank have lanes; others go through the host."""
+        """True of neighbours that have lanes; messages of others are staged in host memory."""
         return peer in self._to and peer in self._from
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
@@ -200,18 +201,18 @@ class NcclPath(DevicePath):
         """One message; the host does not wait for its sender."""
         return self._from[src].post_recv(x, tag)
 
-    def sums(self, dtype: torch.dtype, op: str) -> bool:
-        """True if the library adds up this dtype with this operation."""
-        return dtype in TYPES and op in OPS
-
     def library_all_reduce(self, x: torch.Tensor, op: str) -> None:
-        """In place, in an order of the library's own. Collective over: the group."""
-        if x.numel():
+        """In place, in an order of the library's own if it combines such numbers. Collective over: the group."""
+        if x.dtype not in TYPES or op not in OPS:
+            self.all_reduce(x, op, 1.0)
+        elif x.numel():
             self._run("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), TYPES[x.dtype], OPS[op])
 
     def library_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
         """Equal shards of equal dtype, likewise. Collective over: the group."""
-        if shard.numel():
+        if full.dtype not in TYPES or op not in OPS or shard.dtype != full.dtype:
+            self.reduce_scatter(shard, full, op, 1.0)
+        elif shard.numel():
             self._run("ncclReduceScatter", full.data_ptr(), shard.data_ptr(), shard.numel(), TYPES[full.dtype], OPS[op])
 
     def close(self) -> None:
