@@ -78,6 +78,10 @@ class Choice:
         """The way of a group."""
         return self.in_node if comm.transport.shares_memory else self.between_nodes
 
+    def describe(self) -> str:
+        """The ways, and what they were chosen from."""
+        return "; ".join([str(self), *map(str, self.figures)])
+
     def __str__(self) -> str:
         source = f"by {VARIABLE}" if self.is_given else "measured" if self.figures else "nothing to choose from"
         both = self.in_node if self.in_node == self.between_nodes else f"{self.in_node}, {self.between_nodes} over nodes"
@@ -249,25 +253,20 @@ def open_paths(comms: Iterable[Comm], device: torch.device, choice: Choice, plac
     return problem
 
 
-def connect(mesh: Mesh, device: torch.device, messages: Sequence[str] = ("pipe",)) -> Choice:
-    """Choose, and open the ways of all groups of a mesh, also of those of channels that are made later.
+def connect(mesh: Mesh, device: torch.device, choice: Choice, *, messages: Sequence[str] = ()) -> None:
+    """Open the ways of all groups of a mesh, also of those of channels that are made later.
 
     Args:
         mesh: the groups.
         device: of this rank.
-        messages: axes along which neighbours send messages.
+        choice: what `choose` has found.
+        messages: axes along which neighbours send messages; the mesh need not have them.
 
     Collective over: all ranks.
-
-    Raises:
-        ConfigError: as from `choose`.
     """
-    choice = choose(mesh.world, device)
-    if choice.in_node == choice.between_nodes == STAGED:
-        return choice
-    mesh.prepare = lambda made: _connect(made, device, choice, messages)
-    mesh.prepare(mesh)
-    return choice
+    if choice.in_node != STAGED or choice.between_nodes != STAGED:
+        mesh.prepare = lambda made: _connect(made, device, choice, messages)
+        mesh.prepare(mesh)
 
 
 def _connect(mesh: Mesh, device: torch.device, choice: Choice, messages: Sequence[str]) -> None:
