@@ -1,10 +1,12 @@
 """Verbs on tensors of a device: the results of the host to the bit, in many windows, blocking and started."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends import pointers
+from mpispeed.mesh.backends import mapped, pointers
 from mpispeed.mesh.collectives import device_collectives, device_verbs
 from mpispeed.mesh.compressed.quantized import quantized_all_gather, quantized_reduce_scatter
 from tests.helpers import verbs
@@ -16,9 +18,33 @@ COUNTS = (0, 1003)
 SMALL = 1 << 10
 
 
-@pytest.fixture(params=[SMALL, device_collectives.WINDOW_BYTES], ids=["many windows", "one window"])
-def window(request, monkeypatch):
-    monkeypatch.setattr(device_collectives, "WINDOW_BYTES", request.param)
+STAGED = {"many windows": SMALL, "one window": device_collectives.WINDOW_BYTES}
+MAPPED = {"many slots": 2 * SMALL, "one slot": mapped.SLOT_BYTES}
+
+
+@pytest.fixture(params=[*STAGED, *MAPPED])
+def window(request, comm, device, monkeypatch):
+    """Through the host or not, in small parts or large ones."""
+    if request.param in STAGED:
+        monkeypatch.setattr(device_collectives, "WINDOW_BYTES", STAGED[request.param])
+        yield
+        return
+    monkeypatch.setattr(mapped, "SLOT_BYTES", MAPPED[request.param])
+    with mapped_paths(comm, device):
+        yield
+
+
+@contextmanager
+def mapped_paths(comm, device):
+    groups = [group for group in (comm.group, comm.started.group) if group.size > 1]
+    for group in groups:
+        group.device_path = mapped.open_mapped(group, device)
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.device_path.close()
+            group.device_path = None
 
 
 def noise(rank, count, dtype):
@@ -91,10 +117,10 @@ def test_moves(comm, device, window, count, dtype):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("count", COUNTS)
-def test_messages(comm, device, count):
-    """Between a device and a host too: what travels is the same."""
+def test_messages(comm, device, window, count):
+    """Staged, between a device and a host too: what travels is the same."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for near in (device, torch.device("cpu")):
+    for near in (device, torch.device("cpu")) if comm.group.device_path is None else (device,):
         sent, got = noise(comm.rank, count, torch.float32).to(device), torch.zeros(count, device=near)
         arriving = comm.start_recv(got, before, 4)
         comm.start_send(sent, after, 4).wait()

@@ -33,6 +33,24 @@ class Posted(NamedTuple):
     bring: Callable[[], object] | None = None
 
 
+SPIN_NS = 50_000
+"""How long a rank polls for the others before it sleeps: waking takes about as long."""
+
+
+class Waiting(NamedTuple):
+    """The way in which ranks of a group wait for each other.
+
+    Attributes:
+        ranks: world ranks of the members, for messages.
+        spin_ns: how long to poll for others before sleeping.
+        beat: called while others are late, every few milliseconds.
+    """
+
+    ranks: Sequence[int]
+    spin_ns: int = SPIN_NS
+    beat: Callable[[], object] = lambda: None
+
+
 class Fast(abc.ABC):
     """A shortcut for ranks that share memory, with the bits of the ordered path.
 
@@ -157,6 +175,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release resources. Collective over: this group."""
+
+    def waiting(self) -> Waiting:
+        """How ranks of this group wait for each other in memory that they share."""
+        return Waiting(range(self.size))
 
     def fast(self, *, is_small: bool = False) -> Fast | None:
         """The shortcut of large tensors through shared memory, or that of small ones; None where ranks share none.
