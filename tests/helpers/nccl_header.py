@@ -44,7 +44,9 @@ def differences(text: str) -> list[str]:
     wanted_numbers = {NAMES[str(dtype).removeprefix("torch.")]: code for dtype, code in nccl_library.TYPES.items()}
     wanted_numbers |= {f"nccl{op.capitalize()}": code for op, code in nccl_library.OPS.items()}
     wanted_numbers |= {"ncclSuccess": nccl_library.SUCCESS, "ncclInProgress": nccl_library.IN_PROGRESS}
-    found += [f"{name} is {numbers.get(name)}" for name, code in wanted_numbers.items() if numbers.get(name) != str(code)]
+    found += [
+        f"{name} is {numbers.get(name)}" for name, code in wanted_numbers.items() if numbers.get(name) != str(code)
+    ]
     bytes_of_id = re.search(r"NCCL_UNIQUE_ID_BYTES (\d+)", plain)
     magic = re.search(r"NCCL_API_MAGIC (0x[0-9a-f]+)", plain)
     if bytes_of_id is None or int(bytes_of_id.group(1)) != ctypes.sizeof(nccl_library.UniqueId):

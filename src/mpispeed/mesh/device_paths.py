@@ -21,6 +21,7 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError, ConfigError
 from mpispeed.base.units import format_bytes
 from mpispeed.mesh.backends import nccl
+from mpispeed.mesh.backends.mapped import open_mapped
 from mpispeed.mesh.backends.pointers import PointerPath
 from mpispeed.mesh.collectives.group import CommTrace
 
@@ -84,7 +85,9 @@ class Choice:
 
     def __str__(self) -> str:
         source = f"by {VARIABLE}" if self.is_given else "measured" if self.figures else "nothing to choose from"
-        both = self.in_node if self.in_node == self.between_nodes else f"{self.in_node}, {self.between_nodes} over nodes"
+        both = (
+            self.in_node if self.in_node == self.between_nodes else f"{self.in_node}, {self.between_nodes} over nodes"
+        )
         return f"{both} ({source})"
 
 
@@ -103,12 +106,17 @@ def _open_nccl(comm: Comm, device: torch.device, place: Place) -> DevicePath:
     return nccl.open_path(comm, device, node=place.node, has_messages=place.has_messages)
 
 
+def _open_mapped(comm: Comm, device: torch.device, place: Place) -> DevicePath:
+    del place
+    return open_mapped(comm.group, device)
+
+
 def _open_pointers(comm: Comm, device: torch.device, place: Place) -> DevicePath:
     del place
     return PointerPath(comm.group, device)
 
 
-OPENERS: dict[str, Opener] = {"nccl": _open_nccl, "pointers": _open_pointers}
+OPENERS: dict[str, Opener] = {"mapped": _open_mapped, "nccl": _open_nccl, "pointers": _open_pointers}
 """By name: opens the way of a group, or raises a CommError on all of its ranks. Collective over: the group."""
 
 ASKED_ONLY = frozenset({"pointers"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpispeed
-from mpispeed.base.errors import CommError, ConfigError
+from mpispeed.base.errors import ConfigError
 from mpispeed.mesh import device_paths
 from mpispeed.mesh.backends import nccl
 from mpispeed.mesh.device_paths import Choice, Trial
