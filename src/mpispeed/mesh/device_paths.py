@@ -1,4 +1,4 @@
-"""Which way tensors of a device take between ranks: candidates are tried, rank 0's times decide, all ranks have its choice.
+"""Which way tensors of a device take between ranks: candidates are tried, rank 0's times decide for all.
 
 There is one choice for groups inside of a node and one for those over nodes. Where a way cannot be opened, all ranks of
 the group stage in host memory instead, and one line says why.
@@ -85,10 +85,8 @@ class Choice:
 
     def __str__(self) -> str:
         source = f"by {VARIABLE}" if self.is_given else "measured" if self.figures else "nothing to choose from"
-        both = (
-            self.in_node if self.in_node == self.between_nodes else f"{self.in_node}, {self.between_nodes} over nodes"
-        )
-        return f"{both} ({source})"
+        apart = "" if self.in_node == self.between_nodes else f", {self.between_nodes} over nodes"
+        return f"{self.in_node}{apart} ({source})"
 
 
 Opener = Callable[["Comm", torch.device, "Place"], "DevicePath"]
@@ -122,6 +120,9 @@ OPENERS: dict[str, Opener] = {"mapped": _open_mapped, "nccl": _open_nccl, "point
 ASKED_ONLY = frozenset({"pointers"})
 """Ways that are not tried unless the variable names them: where they do not work, the process may end."""
 
+NOTHING = Choice()
+"""Of a job that has nothing to choose from: one rank, or the host."""
+
 _MEASURED: dict[str, Choice] = {}
 """Choices of this process, by kind of device; a machine is measured once."""
 
@@ -148,7 +149,7 @@ def choose(world: World, device: torch.device) -> Choice:
         ConfigError: on all ranks: the variable is wrong, or differs between ranks.
     """
     if world.size == 1 or not devices.is_on_device(torch.empty(0, device=device)):
-        return Choice()
+        return NOTHING
     with world.comm.together(ConfigError):
         own = asked()
     found = world.comm.gather_objects(own)

@@ -13,7 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
-from mpispeed.mesh.device_paths import Choice
+from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
@@ -89,7 +89,7 @@ class Plan:
     optimizer_name: str | None
     optimizer_params: dict[str, Any]
     device: torch.device
-    paths: Choice = Choice()
+    paths: Choice = NOTHING
 
     @property
     def states(self) -> States:

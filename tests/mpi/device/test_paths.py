@@ -1,4 +1,4 @@
-"""The way that tensors of a device take: tried, measured, named by the variable; training on it is training on the host."""
+"""The way that tensors of a device take: tried, measured, named by the variable; training on it is that on the host."""
 
 import logging
 
@@ -11,7 +11,6 @@ from mpispeed.mesh import device_paths
 from mpispeed.mesh.backends import nccl
 from mpispeed.mesh.device_paths import Choice, Trial
 from tests.helpers import fake_nccl
-from tests.helpers.device import stand_in
 from tests.helpers.pipes import Case, Layout
 from tests.mpi.device.test_pipeline import run as run_pipeline
 from tests.mpi.device.test_training import run as run_stage
@@ -23,11 +22,14 @@ STAGED_SECONDS, OTHER_SECONDS = (2e-3, 2e-3), (1e-3, 1e-3)
 
 
 @pytest.fixture
-def library(world, monkeypatch):
+def library(world, device, monkeypatch):
     """The library of the tests; every rank says that it is on a device of its own."""
-    stand_in()
+    monkeypatch.delenv(device_paths.VARIABLE)
     monkeypatch.setattr(nccl, "identity_of", lambda device: f"device of rank {world.rank}")
     monkeypatch.setattr(device_paths, "_MEASURED", {})
+    monkeypatch.setattr(
+        device_paths, "OPENERS", {name: how for name, how in device_paths.OPENERS.items() if name != "mapped"}
+    )
     with fake_nccl.lend() as lent:
         yield lent
 
@@ -135,7 +137,6 @@ def test_where_it_cannot_be_opened_all_stage_and_one_line_says_why(world, device
 def test_what_cannot_be_opened_is_not_chosen(world, device, library, monkeypatch):
     library.fail_at(lambda name: name == "ncclCommInitRankConfig" and world.rank == 1)
     monkeypatch.setattr(nccl, "OPEN_SECONDS", 1.0)
-    monkeypatch.setattr(device_paths, "OPENERS", {"nccl": device_paths.OPENERS["nccl"]})
     found = device_paths.choose(world, device)
     assert (found.in_node, found.between_nodes) == ("staged", "staged")
     assert [(trial.name, trial.seconds) for trial in found.figures] == [("nccl", ())]

@@ -232,6 +232,11 @@ def _look_after() -> None:
 def abort_all() -> None:
     """Abort all communicators of this process; a library that does not come back is left behind."""
     found = _everyone()
-    thread = threading.Thread(target=lambda: [made.abort("the job has ended") for made in found], daemon=True)
+
+    def abort() -> None:
+        for made in found:
+            made.abort("the job has ended")
+
+    thread = threading.Thread(target=abort, daemon=True)
     thread.start()
     thread.join(ABORT_SECONDS)
