@@ -111,15 +111,21 @@ def initialize(
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, (mpu, mesh_param), choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
-    plan = plan.with_paths(choose(world, plan.device))
-    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
-    connect(mesh, plan.device, plan.paths, messages=("pipe", SEQUENCE, RING))
+    plan, mesh = _mesh_of(world, plan)
     has_optimizer = optimizer is not None or plan.optimizer_name is not None
     given = Given(training_data, collate_fn, mpu, loaded.warnings, has_optimizer)
     setup = Setup(None, plan, mesh, given)
     _transform(model, setup)
     engine = _make_engine(assemble(setup, model, optimizer, model_parameters, lr_scheduler), model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _mesh_of(world: World, plan: Plan) -> tuple[Plan, Mesh]:
+    """The groups, with the ways that tensors of the device take, which the plan has then. Collective over: all ranks."""
+    plan = plan.with_paths(choose(world, plan.device))
+    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    connect(mesh, plan.device, plan.paths, messages=("pipe", SEQUENCE, RING))
+    return plan, mesh
 
 
 def _transform(model: nn.Module, setup: Setup) -> None:

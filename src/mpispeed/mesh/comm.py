@@ -45,8 +45,7 @@ class Comm:
     Attributes:
         group: members, limits, scratch, order of calls.
         transport: primitives without checks, which enter no trace.
-        rank: position of this rank in the group.
-        size: number of ranks.
+        rank, size: position of this rank in the group, and number of ranks.
         ranks: world ranks of the members.
         axes: names of the axes that the group is over.
         progress: the channel of started verbs; None: they run at once.
@@ -124,17 +123,13 @@ class Comm:
 
     def keeps_lead(self, device: torch.device) -> bool:
         """True if verbs on tensors of `device` make the host wait for nothing, the same on all ranks of the group."""
-        paths = (self.group.device_path, self.started.group.device_path)
-        return self.size == 1 or all(p is not None and p.device == device and not p.waits_on_host for p in paths)
+        return self.group.keeps_lead(device) and self.started.group.keeps_lead(device)
 
     def close(self) -> None:
         """Release the group and that of started verbs, whose channel has ended. Collective over: this group."""
         if self._started is not None:
             self._started.close()
-        path, self.group.device_path = self.group.device_path, None
-        if path is not None:
-            path.close()
-        self.transport.close()
+        self.group.close()
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
         """Combine `x` of all ranks in place; `scale` multiplies the sum before it is rounded.
@@ -209,10 +204,7 @@ class Comm:
         verbs.RECV.carry_out(self.group, x, src, tag)
 
     def barrier(self) -> None:
-        """Return when all ranks have called.
-
-        Collective over: this group.
-        """
+        """Return when all ranks have called. Collective over: this group."""
         with Call(self.group, "barrier", 0):
             self.transport.library_barrier()
 

@@ -1,4 +1,4 @@
-"""Which way tensors of a device take between ranks: candidates are tried, rank 0's times decide for all.
+"""Choice of the way for tensors of a device between ranks: candidates are tried, rank 0's times decide for all.
 
 There is one choice for groups inside of a node and one for those over nodes. Where a way cannot be opened, all ranks of
 the group stage in host memory instead, and one line says why.
@@ -94,7 +94,7 @@ Opener = Callable[["Comm", torch.device, "Place"], "DevicePath"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a way has to know of a group: the name of this rank's node, and whether neighbours send messages."""
+    """Facts of a group for what opens its way: the name of this rank's node, and whether neighbours send messages."""
 
     node: str = ""
     has_messages: bool = False

@@ -208,6 +208,18 @@ class Group:
         """Elements per rank and window so that a window of all ranks fits scratch and message limits."""
         return max(1, min(self.limits.window_bytes, self.limits.chunk_bytes) // (self.size * dtype.itemsize))
 
+    def keeps_lead(self, device: torch.device) -> bool:
+        """True if verbs on tensors of `device` make the host wait for nothing."""
+        path = self.device_path
+        return self.size == 1 or (path is not None and path.device == device and not path.waits_on_host)
+
+    def close(self) -> None:
+        """Release the path of devices, if there is one, and the transport. Collective over: this group."""
+        path, self.device_path = self.device_path, None
+        if path is not None:
+            path.close()
+        self.transport.close()
+
     def split(
         self,
         color: int,
