@@ -121,7 +121,7 @@ def initialize(
 
 
 def _mesh_of(world: World, plan: Plan) -> tuple[Plan, Mesh]:
-    """The groups, with the ways that tensors of the device take, which the plan has then. Collective over: all ranks."""
+    """The groups, and the plan with the ways of tensors between their ranks. Collective over: all ranks."""
     plan = plan.with_paths(choose(world, plan.device))
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     connect(mesh, plan.device, plan.paths, messages=("pipe", SEQUENCE, RING))
