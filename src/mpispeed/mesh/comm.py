@@ -122,10 +122,18 @@ class Comm:
         """
         return Comm(self.group.of_members(members, name, axes, reduction=reduction))
 
+    def keeps_lead(self, device: torch.device) -> bool:
+        """True if verbs on tensors of `device` make the host wait for nothing, the same on all ranks of the group."""
+        paths = (self.group.device_path, self.started.group.device_path)
+        return self.size == 1 or all(p is not None and p.device == device and not p.waits_on_host for p in paths)
+
     def close(self) -> None:
         """Release the group and that of started verbs, whose channel has ended. Collective over: this group."""
         if self._started is not None:
             self._started.close()
+        path, self.group.device_path = self.group.device_path, None
+        if path is not None:
+            path.close()
         self.transport.close()
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:

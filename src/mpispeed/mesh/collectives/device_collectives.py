@@ -8,7 +8,6 @@ and copies nothing to the host.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,15 +32,7 @@ _SLACK = 16
 SLOTS = 3
 """One is filled, one travels, one is copied back."""
 
-POINTERS = "MPISPEED_DEVICE_POINTERS"
-"""Set to 1 where MPI takes addresses of device memory (`mpispeed doctor` tries it in a process of its own)."""
-
 _OWN = threading.local()
-
-
-def takes_pointers() -> bool:
-    """True if addresses of device memory may be handed to MPI: see `backends.pointers`."""
-    return os.environ.get(POINTERS, "") == "1"
 
 
 class _Slot:

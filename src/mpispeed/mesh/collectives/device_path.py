@@ -69,6 +69,11 @@ class DevicePath(abc.ABC):
     def recv(self, x: torch.Tensor, src: int, tag: int) -> None:
         """One message."""
 
+    def reaches(self, peer: int) -> bool:
+        """True if messages to and from a rank go this way, the same at both ends; others are staged."""
+        del peer
+        return True
+
     @abc.abstractmethod
     def close(self) -> None:
         """Release what was opened. Collective over: the group."""

@@ -141,7 +141,7 @@ def scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, root: int) ->
 
 def send(group: Group, x: torch.Tensor, dst: int, tag: int) -> None:
     """One message; without a path, in the pieces that a receiver expects on any device."""
-    path = _path(group)
+    path = _path_to(group, dst)
     if path is None:
         staged.send(group, x, dst, tag)
     else:
@@ -150,7 +150,7 @@ def send(group: Group, x: torch.Tensor, dst: int, tag: int) -> None:
 
 def recv(group: Group, x: torch.Tensor, src: int, tag: int) -> None:
     """One message; without a path, in the pieces that a sender makes on any device."""
-    path = _path(group)
+    path = _path_to(group, src)
     if path is None:
         staged.recv(group, x, src, tag)
     else:
@@ -159,13 +159,13 @@ def recv(group: Group, x: torch.Tensor, src: int, tag: int) -> None:
 
 def post_send(group: Group, x: torch.Tensor, dst: int, tag: int) -> Posted:
     """One message, not waited for."""
-    path = _path(group)
+    path = _path_to(group, dst)
     return staged.post_send(group, x, dst, tag) if path is None else path.post_send(x, dst, tag)
 
 
 def post_recv(group: Group, x: torch.Tensor, src: int, tag: int) -> Posted:
     """One message, not waited for."""
-    path = _path(group)
+    path = _path_to(group, src)
     return staged.post_recv(group, x, src, tag) if path is None else path.post_recv(x, src, tag)
 
 
@@ -175,6 +175,12 @@ def post_recv(group: Group, x: torch.Tensor, src: int, tag: int) -> Posted:
 def _path(group: Group) -> DevicePath | None:
     """The path, where there is anything to move."""
     return None if group.size == 1 else group.device_path
+
+
+def _path_to(group: Group, peer: int) -> DevicePath | None:
+    """The path, where messages to and from a rank go that way."""
+    path = _path(group)
+    return path if path is not None and path.reaches(peer) else None
 
 
 def _path_of_sums(group: Group, x: torch.Tensor, op: str) -> DevicePath | None:
