@@ -1,7 +1,5 @@
 """Verbs on tensors of a device: the results of the host to the bit, in many windows, blocking and started."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from mpispeed.mesh.backends import mapped, pointers
 from mpispeed.mesh.collectives import device_collectives, device_verbs
 from mpispeed.mesh.compressed.quantized import quantized_all_gather, quantized_reduce_scatter
 from tests.helpers import verbs
+from tests.helpers.mapped_paths import mapped_paths
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -19,32 +18,18 @@ SMALL = 1 << 10
 
 
 STAGED = {"many windows": SMALL, "one window": device_collectives.WINDOW_BYTES}
-MAPPED = {"many slots": 2 * SMALL, "one slot": mapped.SLOT_BYTES}
 
 
-@pytest.fixture(params=[*STAGED, *MAPPED])
+@pytest.fixture(params=[*STAGED, "mapped"])
 def window(request, comm, device, monkeypatch):
-    """Through the host or not, in small parts or large ones."""
+    """Through the host in small parts or large ones, or through mapped memory in small parts."""
     if request.param in STAGED:
         monkeypatch.setattr(device_collectives, "WINDOW_BYTES", STAGED[request.param])
         yield
         return
-    monkeypatch.setattr(mapped, "SLOT_BYTES", MAPPED[request.param])
+    monkeypatch.setattr(mapped, "SLOT_BYTES", 2 * SMALL)
     with mapped_paths(comm, device):
         yield
-
-
-@contextmanager
-def mapped_paths(comm, device):
-    groups = [group for group in (comm.group, comm.started.group) if group.size > 1]
-    for group in groups:
-        group.device_path = mapped.open_mapped(group, device)
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.device_path.close()
-            group.device_path = None
 
 
 def noise(rank, count, dtype):

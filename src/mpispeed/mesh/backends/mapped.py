@@ -38,8 +38,13 @@ ALIGNMENT = 64
 """Elements that columns of a slot are a multiple of, so that kernels use their widest accesses."""
 
 
+PROBE_BYTES = 4096
+
+
 def open_mapped(group: Group, device: torch.device) -> MappedPath:
-    """Map windows of all ranks of `group` in all of them.
+    """A path for `group`, after a little memory of each rank was mapped in all of them.
+
+    Windows are made at the first verb that needs them, as most groups of a mesh have none.
 
     Collective over: `group`.
 
@@ -56,54 +61,64 @@ def open_mapped(group: Group, device: torch.device) -> MappedPath:
         raise CommError(msg)
     mapper = _attempt(transport, lambda: mapper_for(device))
     try:
-        own = _attempt(transport, lambda: _Own(mapper, SLOT_BYTES))
-        told = transport.library_gather_objects(own.told)
-        windows = _attempt(
-            transport,
-            lambda: [own.peer if r == transport.rank else _Peer.of(mapper, each) for r, each in enumerate(told)],
-        )
+        _exchange_windows(transport, mapper, PROBE_BYTES)
     except CommError:
-        mapper.let_go()
-        transport.library_barrier()
-        mapper.free()
+        _give_back(transport, mapper)
         raise
-    return MappedPath(group, mapper, windows, *opened)
+    return MappedPath(group, mapper, *opened)
+
+
+def _give_back(transport: Transport, mapper: Mapper) -> None:
+    """Unmap, then free. Collective over: the group."""
+    mapper.let_go()
+    transport.library_barrier()
+    mapper.free()
+
+
+def _exchange_windows(transport: Transport, mapper: Mapper, slot_bytes: int) -> list[_Window]:
+    """The windows of all ranks, mapped here. Collective over: the group.
+
+    Raises:
+        CommError: on all ranks, if any of them cannot.
+    """
+    own, told = _attempt(transport, lambda: _make_window(mapper, slot_bytes))
+    everyone = transport.library_gather_objects(told)
+    return _attempt(
+        transport,
+        lambda: [own if rank == transport.rank else _open_window(mapper, each) for rank, each in enumerate(everyone)],
+    )
 
 
 class _Told(NamedTuple):
-    """What opens the window of a rank."""
+    """What opens the window of a rank: its bytes, and handles."""
 
     nbytes: int
     memory: bytes
-    filled: tuple[bytes, bytes]
-    read: tuple[bytes, bytes]
+    filled: tuple[bytes, ...]
+    read: tuple[bytes, ...]
 
 
-class _Peer(NamedTuple):
+class _Window(NamedTuple):
     """The window of a rank, as mapped here; by turn."""
 
     slots: tuple[torch.Tensor, ...]
     filled: tuple[Signal, ...]
     read: tuple[Signal, ...]
 
-    @staticmethod
-    def of(mapper: Mapper, told: _Told) -> _Peer:
-        """Map what another rank has made."""
-        memory = mapper.open(told.memory, told.nbytes)
-        signals = [tuple(mapper.open_signal(handle) for handle in handles) for handles in (told.filled, told.read)]
-        return _Peer(memory.chunk(2), *signals)
+
+def _make_window(mapper: Mapper, slot_bytes: int) -> tuple[_Window, _Told]:
+    """The window of this rank, and what others are told of it."""
+    memory, handle = mapper.allocate(2 * slot_bytes)
+    filled, read = ((mapper.make_signal(), mapper.make_signal()) for _ in range(2))
+    told = _Told(2 * slot_bytes, handle, tuple(x.handle for x in filled), tuple(x.handle for x in read))
+    return _Window(memory.chunk(2), filled, read), told
 
 
-class _Own:
-    """The window of this rank."""
-
-    def __init__(self, mapper: Mapper, slot_bytes: int) -> None:
-        memory, handle = mapper.allocate(2 * slot_bytes)
-        filled, read = ((mapper.make_signal(), mapper.make_signal()) for _ in range(2))
-        self.peer = _Peer(memory.chunk(2), filled, read)
-        self.told = _Told(
-            2 * slot_bytes, handle, (filled[0].handle, filled[1].handle), (read[0].handle, read[1].handle)
-        )
+def _open_window(mapper: Mapper, told: _Told) -> _Window:
+    """The window of another rank."""
+    memory = mapper.open(told.memory, told.nbytes)
+    signals = [tuple(mapper.open_signal(handle) for handle in handles) for handles in (told.filled, told.read)]
+    return _Window(memory.chunk(2), *signals)
 
 
 class MappedPath(DevicePath):
@@ -111,20 +126,20 @@ class MappedPath(DevicePath):
 
     name = "mapped"
 
-    def __init__(
-        self, group: Group, mapper: Mapper, windows: list[_Peer], meetings: Meetings, shared: torch.Tensor
-    ) -> None:
+    def __init__(self, group: Group, mapper: Mapper, meetings: Meetings, shared: torch.Tensor) -> None:
         """Made by `open_mapped`."""
         super().__init__(group.rank, group.size, mapper.device)
         self.waits_on_host = mapper.waits_on_host
-        self._transport, self._mapper, self._windows, self._meetings = group.transport, mapper, windows, meetings
-        self._own, self._turn = windows[group.rank], 0
+        self._transport, self._mapper, self._meetings = group.transport, mapper, meetings
+        self._slot_bytes, self._turn, self._windows = SLOT_BYTES, 0, list[_Window]()
         self._messages = Messages(group.transport, mapper, shared)
 
     # -- a slot's turn --
 
     def _begin(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The own slot of the next turn, once all have read what was in it. Shapes: [count]."""
+        if not self._windows:
+            self._windows = _exchange_windows(self._transport, self._mapper, self._slot_bytes)
         self._turn ^= 1
         for window in self._windows:
             window.read[self._turn].follow()
@@ -137,7 +152,7 @@ class MappedPath(DevicePath):
 
     def _meet(self, code: int, root: int | None = None) -> None:
         """Show the own slot and wait for the hosts of all others; later work comes after what they filled."""
-        self._own.filled[self._turn].set()
+        self._windows[self.rank].filled[self._turn].set()
         self._meetings.meet(code)
         for rank, window in enumerate(self._windows):
             if rank != self.rank and root in (None, rank):
@@ -145,17 +160,17 @@ class MappedPath(DevicePath):
 
     def _end(self, turn: int | None = None) -> None:
         """All that is read in a turn has been queued."""
-        self._own.read[self._turn if turn is None else turn].set()
+        self._windows[self.rank].read[self._turn if turn is None else turn].set()
 
     def _width(self, dtype: torch.dtype) -> int:
         """Elements of a column so that those of all ranks fit a slot."""
-        return max(self._own.slots[0].numel() // (self.size * dtype.itemsize) // ALIGNMENT * ALIGNMENT, 1)
+        return max(self._slot_bytes // (self.size * dtype.itemsize) // ALIGNMENT * ALIGNMENT, 1)
 
     # -- verbs --
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """A slot of the own shard. Collective over: the group."""
-        rows, step = out.view(self.size, shard.numel()), self._own.slots[0].numel() // shard.itemsize
+        rows, step = out.view(self.size, shard.numel()), self._slot_bytes // shard.itemsize
         is_in_place = is_own_cut(out, shard, self.rank)
         for start in range(0, shard.numel(), step):
             piece = shard[start : start + step]
@@ -183,7 +198,7 @@ class MappedPath(DevicePath):
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         """A slot of the root. Collective over: the group."""
-        step = self._own.slots[0].numel() // x.itemsize
+        step = self._slot_bytes // x.itemsize
         for start in range(0, x.numel(), step):
             piece = x[start : start + step]
             slot = self._begin(piece.dtype, piece.numel())
@@ -208,7 +223,7 @@ class MappedPath(DevicePath):
     def all_reduce(self, x: torch.Tensor, op: str, scale: float) -> None:
         """As a reduce-scatter whose sums go into the next slot, for all to read. Collective over: the group."""
         code = CODES["all_reduce", op, x.dtype] + x.nbytes
-        if x.nbytes * self.size <= ONE_SHOT_BYTES and x.nbytes <= self._own.slots[0].numel():
+        if x.nbytes * self.size <= ONE_SHOT_BYTES and x.nbytes <= self._slot_bytes:
             if x.numel():
                 self._begin(x.dtype, x.numel()).copy_(x)
                 self._meet(code)
@@ -261,12 +276,10 @@ class MappedPath(DevicePath):
 
     def close(self) -> None:
         """Unmap, then free. Collective over: the group."""
-        self._mapper.let_go()
-        self._transport.library_barrier()
         self._messages.close()
         self._meetings.close()
         self._windows.clear()
-        self._mapper.free()
+        _give_back(self._transport, self._mapper)
 
     def _others(self) -> list[int]:
         """The other ranks, each rank beginning with the one after it, so that not all read from one."""
