@@ -175,7 +175,8 @@ def _measure(world: World, device: torch.device) -> Choice:
             trials = world.comm.share(_try_all(world, comm, device, where))
             figures += trials
             chosen[where] = _fastest(trials)
-    return Choice(chosen["in node"], chosen["between nodes"], tuple(figures))
+    over_nodes = chosen["in node" if world.node_count == 1 else "between nodes"]
+    return Choice(chosen["in node"], over_nodes, tuple(figures))
 
 
 def _try_all(world: World, comm: Comm, device: torch.device, where: str) -> list[Trial]:

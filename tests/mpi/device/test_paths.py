@@ -7,7 +7,9 @@ import torch
 
 import mpispeed
 from mpispeed.base.errors import ConfigError
-from mpispeed.mesh import device_paths
+from mpispeed.launch.findings import Verdict
+from mpispeed.launch.probes_ranks import judge_ways
+from mpispeed.mesh import device_paths, probe
 from mpispeed.mesh.backends import nccl
 from mpispeed.mesh.device_paths import Choice, Trial
 from tests.helpers import fake_nccl
@@ -78,6 +80,19 @@ def test_times_are_taken_of_gathers(world, device, library, monkeypatch):
     gathers = [words[1] for words in library.calls() if words[0] == "all_gather"]
     assert gathers == [str(n // world.size) for n in (96, 960) for _ in range(1 + device_paths.TRIALS)]
     assert world.comm_trace.total_bytes("all_gather") == before  # the job's own count has none of it
+
+
+@pytest.mark.ranks(2, 3)
+def test_doctor_says_what_a_run_would_choose(world, device, library, monkeypatch):
+    monkeypatch.setattr(device_paths, "_times", lambda comm, device: OTHER_SECONDS)
+    monkeypatch.setattr(nccl, "OPEN_SECONDS", nccl.OPEN_SECONDS)
+    found = judge_ways(probe.measure_ways(device.type))
+    assert found.verdict is Verdict.OK
+    assert found.detail.startswith("nccl (measured); nccl in node: gathers of 256 KiB 1 ms, 32 MiB")
+    monkeypatch.setenv(device_paths.VARIABLE, "mpi")
+    found = judge_ways(probe.measure_ways(device.type))
+    assert found.verdict is Verdict.WARN
+    assert "MPISPEED_DEVICE_PATH is 'mpi'" in found.detail
 
 
 @pytest.mark.ranks(2, 3)
