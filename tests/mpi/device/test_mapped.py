@@ -1,14 +1,21 @@
 """Verbs through memory that ranks have mapped: past the host, in boxes used again, with failures told alike."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 from mpispeed.base.errors import CommError, NativeMissing
+from mpispeed.mesh import device_paths
 from mpispeed.mesh.backends import mapped, mapped_messages
 from mpispeed.mesh.collectives import device_collectives
 from mpispeed.native import mappers
 from tests.helpers import verbs
 from tests.helpers.mapped_paths import mapped_paths
+from tests.helpers.pipes import Case, Layout
+from tests.mpi.device.test_pipeline import run as run_pipeline
+from tests.mpi.device.test_training import run as run_stage
+from tests.zoo import same_bits
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
@@ -125,3 +132,58 @@ def test_where_one_rank_cannot_map_none_does(comm, device, monkeypatch):
         monkeypatch.setitem(mappers.KINDS, device.type, refuse)
     with pytest.raises(CommError, match=f"rank 1 of {comm.size}: NativeMissing: no memory of this kind"):
         mapped.open_mapped(comm.group, device)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often each verb of a mapped path was called, while it is the way of engines."""
+    found = Counter()
+
+    def counting(name, verb):
+        def call(self, *args):
+            found[name] += 1
+            return verb(self, *args)
+
+        return call
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "post_send", "post_recv"):
+        monkeypatch.setattr(mapped.MappedPath, name, counting(name, getattr(mapped.MappedPath, name)))
+    monkeypatch.setattr(mapped, "SLOT_BYTES", 1 << 14)
+    monkeypatch.setenv(device_paths.VARIABLE, "mapped")
+    return found
+
+
+STAGES = [
+    pytest.param({"stage": 0}, "bf16", marks=pytest.mark.ranks(2)),
+    pytest.param({"stage": 1}, "fp16", marks=pytest.mark.ranks(4)),
+    pytest.param({"stage": 2, "overlap_comm": True}, "fp32", marks=pytest.mark.ranks(3)),
+    pytest.param({"stage": 3, "overlap_comm": True}, "bf16", marks=pytest.mark.ranks(2)),
+    pytest.param({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16", marks=pytest.mark.ranks(3)),
+]
+
+
+@pytest.mark.parametrize(("section", "dtype"), STAGES, ids=str)
+def test_stages_train_as_on_the_host(device, on_host, counted, section, dtype):
+    section = {"stage3_param_persistence_threshold": 0, **section}
+    found = run_stage(section, 1, device, dtype)
+    assert counted["all_reduce"] + counted["reduce_scatter"] > 0
+    assert counted["all_gather"] > 0 or section["stage"] == 0
+    on_host()
+    same_bits(found, run_stage(section, 1, None, dtype))
+
+
+PIPES = [
+    pytest.param(Case(Layout(2, 1, 1), "interleaved", 0, "bf16"), marks=pytest.mark.ranks(2)),
+    pytest.param(Case(Layout(1, 2, 1), "gpipe", 1, "bf16"), marks=pytest.mark.ranks(2)),
+    pytest.param(Case(Layout(2, 1, 2), "1f1b", 3, "bf16"), marks=pytest.mark.ranks(4)),
+]
+
+
+@pytest.mark.parametrize("case", PIPES, ids=str)
+def test_pipelines_and_slices_train_as_on_the_host(device, on_host, counted, case):
+    found = run_pipeline(case, device)
+    sums = counted["all_reduce"] + counted["reduce_scatter"]
+    assert sums > 0 or case.layout == Layout(2, 1, 1)
+    assert (counted["post_send"] + counted["post_recv"] > 0) == (case.layout != Layout(1, 2, 1))
+    on_host()
+    same_bits(found, run_pipeline(case, None))
