@@ -15,9 +15,19 @@ import torch
 from mpi4py import MPI
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends import meetings, shared_scratch, shared_slots
+from mpispeed.mesh.backends import shared_scratch, shared_slots
 from mpispeed.mesh.collectives.host_collectives import is_own_cut
-from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
+from mpispeed.mesh.collectives.transport import (
+    EXCHANGE_TAG,
+    SPIN_NS,
+    Comparison,
+    Fast,
+    Pairs,
+    Poll,
+    Source,
+    Transport,
+    Waiting,
+)
 from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.ending import Ending
 
@@ -119,11 +129,14 @@ class MpiTransport(Transport):
     def fast(self, *, is_small: bool = False) -> Fast | None:
         """Scratch or slots in shared memory, opened at first use. Collective over: this group, at the first call."""
         if is_small not in self._open:
-            # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
-            spin_ns = 0 if self._is_crowded else meetings.SPIN_NS
-            waiting = meetings.Waiting(self._ranks, spin_ns, self._progress)
-            self._open[is_small] = (shared_slots.open_slots if is_small else shared_scratch.open_scratch)(self, waiting)
+            opened = shared_slots.open_slots if is_small else shared_scratch.open_scratch
+            self._open[is_small] = opened(self, self.waiting())
         return self._open[is_small]
+
+    def waiting(self) -> Waiting:
+        """A look at MPI's messages while others are late."""
+        # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
+        return Waiting(self._ranks, 0 if self._is_crowded else SPIN_NS, self._progress)
 
     def _progress(self) -> None:
         """Let the library carry messages on while this rank waits for something else."""
