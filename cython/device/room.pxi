@@ -7,7 +7,7 @@ cdef enum:
 ctypedef int32_t (*empty_entry)(
     int64_t dims, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
     int32_t device_index, void **made,
-) noexcept
+) noexcept nogil
 ctypedef int32_t (*delete_entry)(void *handle) noexcept
 ctypedef PyObject *(*wrap_entry)(void *tensor) noexcept
 
@@ -31,8 +31,8 @@ def find_interface(names=("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVar
     global make_empty, delete_handle, wrap, on_cpu, on_cuda
     make_empty = NULL
     folder = os.path.join(os.path.dirname(torch.__file__), "lib")
-    mode = os.RTLD_NOLOAD | os.RTLD_LAZY
     try:
+        mode = os.RTLD_NOLOAD | os.RTLD_LAZY
         tensors = ctypes.CDLL(os.path.join(folder, "libtorch_cpu.so"), mode)
         objects = ctypes.CDLL(os.path.join(folder, "libtorch_python.so"), mode)
         to_wrap = next((getattr(objects, name) for name in names if hasattr(objects, name)), None)
@@ -59,6 +59,8 @@ cdef object new(int dims, int64_t *sizes, dtype, int32_t index):
     cdef int64_t strides[MOST_DIMS]
     cdef int64_t stride = 1
     cdef int i
+    cdef int32_t kind, device_type = on_cpu if index < 0 else on_cuda, device_index = index if index > 0 else 0
+    cdef int32_t has_failed
     cdef void *handle = NULL
     cdef PyObject *made
     code = codes.get(dtype)
@@ -66,10 +68,10 @@ cdef object new(int dims, int64_t *sizes, dtype, int32_t index):
         for i in range(dims - 1, -1, -1):
             strides[i] = stride
             stride *= sizes[i] if sizes[i] > 1 else 1
-        if not make_empty(
-            dims, sizes, strides, <int32_t>code, on_cpu if index < 0 else on_cuda, index if index > 0 else 0,
-            &handle,
-        ):
+        kind = code
+        with nogil:  # as torch does: an allocator may wait
+            has_failed = make_empty(dims, sizes, strides, kind, device_type, device_index, &handle)
+        if not has_failed:
             made = wrap(handle)
             delete_handle(handle)
             if made is NULL:
