@@ -1,4 +1,4 @@
-"""Which kinds of devices have memory that several processes can map, and how."""
+"""Kinds of devices whose memory several processes can map, with the way of each."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def open_mapped(group: Group, device: torch.device) -> MappedPath:
     if not transport.shares_memory:
         msg = f"{group} is not on one node, so its ranks cannot map each other's memory of devices"
         raise CommError(msg)
-    opened = open_meetings(transport, transport.waiting(), 0, Messages.shared_bytes(transport.size))
+    opened = open_meetings(transport, transport.waiting, 0, Messages.shared_bytes(transport.size))
     if opened is None:
         msg = "ranks of the node cannot share host memory in /dev/shm, in which they meet"
         raise CommError(msg)
@@ -90,7 +90,7 @@ def _exchange_windows(transport: Transport, mapper: Mapper, slot_bytes: int) -> 
 
 
 class _Told(NamedTuple):
-    """What opens the window of a rank: its bytes, and handles."""
+    """Bytes and handles by which the window of a rank is opened."""
 
     nbytes: int
     memory: bytes

@@ -123,20 +123,16 @@ class MpiTransport(Transport):
         super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
         self._is_crowded = len(node_ranks) > (os.cpu_count() or 1)
-        self._ranks = ranks
+        # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
+        self.waiting = Waiting(ranks, 0 if self._is_crowded else SPIN_NS, self._progress)
         self._open: dict[bool, Fast | None] = {} if self.size > 1 and self.shares_memory else {True: None, False: None}
 
     def fast(self, *, is_small: bool = False) -> Fast | None:
         """Scratch or slots in shared memory, opened at first use. Collective over: this group, at the first call."""
         if is_small not in self._open:
             opened = shared_slots.open_slots if is_small else shared_scratch.open_scratch
-            self._open[is_small] = opened(self, self.waiting())
+            self._open[is_small] = opened(self, self.waiting)
         return self._open[is_small]
-
-    def waiting(self) -> Waiting:
-        """A look at MPI's messages while others are late."""
-        # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
-        return Waiting(self._ranks, 0 if self._is_crowded else SPIN_NS, self._progress)
 
     def _progress(self) -> None:
         """Let the library carry messages on while this rank waits for something else."""

@@ -6,6 +6,7 @@ import abc
 
 import torch
 
+from mpispeed.base.errors import CommError
 from mpispeed.mesh.collectives.transport import Pairs, Posted
 from mpispeed.native import device_sum
 
@@ -128,17 +129,20 @@ class DevicePath(abc.ABC):
         """In place, in an order of the library's own; only where it `has_sums`. Collective over: the group.
 
         Raises:
-            NotImplementedError: it has none.
+            CommError: it has none.
         """
-        raise NotImplementedError(f"{self.name} has no sums of its own")
+        raise self._without_sums()
 
     def library_reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
         """Equal shards of equal dtype, likewise. Collective over: the group.
 
         Raises:
-            NotImplementedError: it has none.
+            CommError: it has none.
         """
-        raise NotImplementedError(f"{self.name} has no sums of its own")
+        raise self._without_sums()
+
+    def _without_sums(self) -> CommError:
+        return CommError(f"the way {self.name!r} of a device's tensors has no sums of its own; use ordered ones")
 
     def _width(self, dtype: torch.dtype) -> int:
         """Elements of a shard so that the parts of all ranks fit the scratch."""

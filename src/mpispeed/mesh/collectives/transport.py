@@ -89,6 +89,7 @@ class Transport(abc.ABC):
         rank: position of this rank.
         size: number of ranks.
         shares_memory: all ranks of the group are on one node.
+        waiting: the way of ranks to wait for each other in memory that they share.
         moves: False where verbs only check and count, as in a dry run; then tensors may be on the meta device.
     """
 
@@ -96,6 +97,7 @@ class Transport(abc.ABC):
 
     def __init__(self, rank: int, size: int, *, shares_memory: bool = True) -> None:
         self.rank, self.size, self.shares_memory = rank, size, shares_memory
+        self.waiting = Waiting(range(size))
 
     @abc.abstractmethod
     def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -175,10 +177,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release resources. Collective over: this group."""
-
-    def waiting(self) -> Waiting:
-        """How ranks of this group wait for each other in memory that they share."""
-        return Waiting(range(self.size))
 
     def fast(self, *, is_small: bool = False) -> Fast | None:
         """The shortcut of large tensors through shared memory, or that of small ones; None where ranks share none.
