@@ -18,6 +18,7 @@ from torch import Tensor
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.compiled import launch as compiled
+from mpispeed.native.face_kernels import faces
 
 _THREADS = 128  # of a block that has several rows
 _LONG_THREADS = 512
@@ -64,6 +65,10 @@ def masked_softmax(
     Raises:
         ValueError: dims, dtype, mask or ratio do not fit.
     """
+    if mask is None and faces is not None and not (training and ratio) and not torch.compiler.is_compiling():
+        at_once: Tensor | None = faces.softmax(scores, scale, is_causal)
+        if at_once is not None:
+            return at_once
     if not scores.is_floating_point() or not 1 < scores.dim() <= _SCORE_DIMS:
         msg = (
             f"scores are {scores.dtype} of shape {tuple(scores.shape)}; expected 2 to 4 dims of floating point numbers"
@@ -251,12 +256,26 @@ def _prepared_launch(
     mask, kind, strides = masking
     wide = 16 // x.element_size()
     is_fitting = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
-    is_aligned = compiled.are_aligned(x, *others)
+    return _kept_launch(running, stem, x, (kind, strides, is_fitting), how, compiled.are_aligned(x, *others))
+
+
+def _plain_launch(
+    running: launcher.Launcher, x: Tensor, stem: str, scale: float, is_causal: bool, is_aligned: bool
+) -> launcher.Prepared:
+    """The launch without mask and dropout."""
+    return _kept_launch(running, stem, x, (0, (0, 0, 0), False), (scale, is_causal, 0.0, False), is_aligned)
+
+
+def _kept_launch(
+    running: launcher.Launcher, stem: str, x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How,
+    is_aligned: bool,
+) -> launcher.Prepared:  # fmt: skip
+    kind, strides, is_fitting = masking
     key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, how)
     found: launcher.Prepared | None = running.kept.get(key)
     if found is None:
-        is_wide = x.shape[-1] % wide == 0 and is_aligned
-        terms = _terms(x, (kind, strides, is_fitting), how, is_wide)
+        is_wide = x.shape[-1] * x.element_size() % 16 == 0 and is_aligned
+        terms = _terms(x, masking, how, is_wide)
         name, grid, threads = _shape_of_launch(stem, x, is_wide, how[2])
         found = launcher.keep(running, key, running.prepare(name, grid, threads, terms, 0, _SEED_AT))
     return found
@@ -305,6 +324,10 @@ def _shape_of_launch(stem: str, x: Tensor, is_wide: bool, ratio: float) -> tuple
         kind, threads = "long", _LONG_THREADS
     name = f"{stem}_{'drop_' if ratio else ''}{'' if is_wide else 'single_'}{kind}_{TAGS[x.dtype]}"
     return name, (blocks, 1, 1), (threads, 1, 1)
+
+
+if faces is not None:
+    faces.prepare_softmax = _plain_launch
 
 
 # ---- operators --------------------------------------------------------------------------------------------------

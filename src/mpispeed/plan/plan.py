@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
@@ -89,6 +90,7 @@ class Plan:
     optimizer_name: str | None
     optimizer_params: dict[str, Any]
     device: torch.device
+    paths: Choice = NOTHING
 
     @property
     def states(self) -> States:
@@ -200,6 +202,10 @@ class Plan:
         """The same plan with another batch."""
         return dataclasses.replace(self, batch=batch)
 
+    def with_paths(self, paths: Choice) -> Plan:
+        """The same plan with the ways that tensors of the device take between ranks."""
+        return dataclasses.replace(self, paths=paths)
+
     def with_distinct(self, sizes: Iterable[int]) -> Plan:
         """The same plan for groups of neighbours on the data axis whose ranks have parameters of their own.
 
@@ -227,6 +233,7 @@ class Plan:
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),
             *([("device", str(self.device))] if self.device.type != "cpu" else []),
+            *([("tensors", self.paths.describe())] if self.device.type != "cpu" and self.world_size > 1 else []),
             *([("curriculum", self._growth())] if self.config.curriculum_learning.enabled else []),
         ]
 

@@ -121,6 +121,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("token_drop/token_drop.cu", "PP48s", ["token_sources_i32", "token_sources_i64"]),
     *_each("rows/rows.cu", "PPPP32s", _typed("row_combine", "row_spread", "row_dot"), is_hot=True),
     *_each("rows/rows.cu", "PP32s", ["row_sources"]),
+    *_each("sum/tree_sum.cu", "P80s", [*_typed("tree_sum"), "tree_sum_bf16_f32", "tree_sum_fp16_f32"], is_hot=True),
     *_each("transformer/split_qkv.cu", "PPPPPPP40s", _typed("split_qkv", "merge_qkv"), is_hot=True),
 ])
 # fmt: on

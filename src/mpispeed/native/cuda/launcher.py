@@ -247,11 +247,19 @@ class Driver:
         """The handle of a kernel of a module."""
         return self._handle("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
 
-    def _handle(self, name: str, *args: Any) -> int:
-        out = ctypes.c_void_p()
-        code = getattr(self._library, name)(ctypes.byref(out), *args)
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver; its result is an error or nothing.
+
+        Raises:
+            RuntimeError: the driver refuses; says with which words.
+        """
+        code = getattr(self._library, name)(*args)
         if code:
             self.refuse(name, code)
+
+    def _handle(self, name: str, *args: Any) -> int:
+        out = ctypes.c_void_p()
+        self.call(name, ctypes.byref(out), *args)
         return out.value or 0
 
     def refuse(self, what: str, code: int) -> NoReturn:
