@@ -149,7 +149,7 @@ def step_of(side: Side, shape: gpt.Shape, rows: int) -> tuple[Any, Callable[[Bat
 def way_of(engine: Any) -> str:
     """The way that tensors of the device really take between the ranks; empty for one rank and on the host."""
     groups = (engine.mesh[axis].group for axis in ("pipe", "data", "model"))
-    paths = [getattr(group, "device_path", None) for group in groups if group.size > 1]
+    paths = [group.device_path for group in groups if group.size > 1]
     if not paths or engine.device.type == "cpu":
         return ""
     return "staged" if paths[0] is None else str(paths[0].name)
