@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.mpi(min_size=1, max_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
 
 ROOT = Path(__file__).resolve().parents[3]
 

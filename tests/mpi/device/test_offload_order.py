@@ -23,7 +23,7 @@ from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, train, weights, zero_section
 
-pytestmark = pytest.mark.mpi(min_size=1, max_size=1)
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
 
 BATCH = 12
 CPU, PINNED = {"device": "cpu"}, {"device": "cpu", "pin_memory": True}
