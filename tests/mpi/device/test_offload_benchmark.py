@@ -5,31 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from mpispeed.base import device as devices
-from tests.helpers.device import stand_in
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.setenv("MPISPEED_DEVICE", stand_in().type)
+def benchmark(device, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
     monkeypatch.delitem(sys.modules, "offload", raising=False)
     import offload
 
     yield offload
-    devices.IN_USE.clear()
     for name in ("offload", "timing", "gpt"):
         sys.modules.pop(name, None)
 
 
-def test_all_sides_train_alike(benchmark, tmp_path, monkeypatch, capsys):
+def test_all_sides_train_alike(benchmark, device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "STEPS", 2)
     monkeypatch.setattr(benchmark.torch.Tensor, "pin_memory", lambda self: self)  # the stand-in is no accelerator here
     shape = benchmark.gpt.Shape(layers=1, heads=2, width=16, block=8)
-    rows = benchmark.measure(stand_in(), 1, tmp_path, shape=shape, words=50, rows=2, window=1 << 12)
+    rows = benchmark.measure(device, 1, tmp_path, shape=shape, words=50, rows=2, window=1 << 12)
     sides = ["plain torch", *benchmark.SIDES, *benchmark.FILES, "disk alone, in turns", "disk alone, both ways"]
     assert [row["side"] for row in rows] == sides
     losses = {row["side"]: row["last_loss"] for row in rows if "last_loss" in row}

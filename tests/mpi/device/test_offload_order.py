@@ -15,25 +15,19 @@ import pytest
 import torch
 
 import mpispeed
-from mpispeed.base import device as devices
 from mpispeed.optim.host_rule import HostRule
 from mpispeed.sharding.arrivals import Arrivals
-from tests.helpers.device import stand_in, trace
+from tests.helpers.device import trace
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, train, weights, zero_section
 
+pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
+
 BATCH = 12
 CPU, PINNED = {"device": "cpu"}, {"device": "cpu", "pin_memory": True}
 DTYPES = {"BFloat16", "Float"}  # of gradients and parameters; exact sums are integers
-
-
-@pytest.fixture
-def device(monkeypatch):
-    monkeypatch.setenv("MPISPEED_DEVICE", stand_in().type)
-    yield stand_in()
-    devices.IN_USE.clear()
 
 
 def engine_of(device, stage, where, accumulation=1, dtype="bf16", **more):
