@@ -137,7 +137,7 @@ def test_quotients_nearest_to_where_they_would_be_rounded_to_another_integer(bit
                 blocks.append([float(near), value, -value, *[0.0] * 253])
                 break
     assert len(blocks) > levels
-    for power in (-100, 0, 90, 95):  # the last are moved before
+    for power in (-100, 0, 90):  # the first are lifted before
         x = torch.ldexp(torch.tensor(blocks), torch.tensor(power)).view(-1)
         assert x.isfinite().all()
         run_quantize(HostLauncher(), x, Grid(x.numel(), 256), bits, 0)
