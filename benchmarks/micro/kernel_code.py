@@ -2,9 +2,9 @@
 
     python benchmarks/micro/kernel_code.py [--arch sm_80,sm_90] [--before FOLDER] [--json FILE]
 
-Kernels that are bound by instructions, as Nsight Compute said of them on an H100, are compiled with what their usual call
-has: no mask or a causal one, whole packets, blocks of 512. What is counted is the longest way through the code, loops
-once: no fewer instructions than a thread executes in one turn of each loop. `--before` names the folder cuda/ of
+Kernels that are bound by instructions, as Nsight Compute said of them on an H100, are compiled with what their usual
+call has: no mask or a causal one, whole packets, blocks of 512. What is counted is the longest way through the code,
+loops once: no fewer instructions than a thread executes in one turn of each loop. `--before` names the folder cuda/ of
 another commit (`git worktree add`). It also says how long each source takes to compile. Needs nvcc and nvdisasm (wheel
 nvidia-cuda-nvdisasm, or a toolkit); MPISPEED_NVDISASM names another.
 """
@@ -49,8 +49,13 @@ probe(const {T}* a, const void* mask, const {T}* b, {T}* c, SoftmaxTerms t) {{
     {call};
 }}
 """
-_LANES = "const u32 row = row_in_lanes(t), lane = threadIdx.x & ((1u << t.lane_bits) - 1); const LaneTeam team = {1u << t.lane_bits};"
-_BLOCK = "__shared__ float parts[32]; const u32 row = blockIdx.x, lane = threadIdx.x; const BlockTeam team = {blockDim.x, parts};"
+_LANES = """
+    const u32 row = row_in_lanes(t), lane = threadIdx.x & ((1u << t.lane_bits) - 1);
+    const LaneTeam team = {1u << t.lane_bits};"""
+_BLOCK = """
+    __shared__ float parts[32];
+    const u32 row = blockIdx.x, lane = threadIdx.x;
+    const BlockTeam team = {blockDim.x, parts};"""
 _CODES = """
 #include "{source}"
 extern "C" __global__ void __launch_bounds__({threads})
@@ -113,12 +118,12 @@ def probes() -> dict[str, tuple[int, str]]:
     """Name of each kernel, how many elements a thread has, and its source."""
     found = {}
     for dtype in ("fp16", "bf16"):
-        for share, team in ((8, "lanes of 8"), (16, "lanes of 16"), (0, "a block")):
-            for mask, kind, is_causal in (("no mask", 0, False), ("causal", 0, True), ("mask of its type", 1, False)):
+        for mask, kind, is_causal in (("no mask", 0, False), ("causal", 0, True), ("mask of its type", 1, False)):
+            for share in (8, 16):
                 made = softmax_probe(dtype, share, kind, is_causal=is_causal)
-                found[f"softmax {dtype}, {team}, {mask}"] = (share or 8, made)
-            made = softmax_probe(dtype, share, 0, is_grad=True)
-            found[f"softmax gradient {dtype}, {team}"] = (share or 8, made)
+                found[f"softmax {dtype}, {share} a lane, {mask}"] = (share, made)
+        found[f"softmax {dtype}, 8 a thread of a block, no mask"] = (8, softmax_probe(dtype, 0, 0))
+        found[f"softmax gradient {dtype}, 16 a lane"] = (16, softmax_probe(dtype, 16, 0, is_grad=True))
     for bits in (8, 4):
         for source in ("bf16", "fp32", "8", "4"):
             kind = f"sums of {source} bits" if source in "84" else source

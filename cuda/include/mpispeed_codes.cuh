@@ -136,19 +136,18 @@ __device__ __forceinline__ float scale_of(u32 peak) {
     return scale < smallest ? smallest : scale > largest ? largest : scale;
 }
 
-// Quotients by the scale of a block, rounded to integers as an IEEE division and an addition would have them, in three
-// instructions instead of about twenty: v * (r + rest), with r the rounded reciprocal, rest what it lacks, and one
-// rounding, in which only quotients within 1.5 * 2^-47 of the middle between two floats can go wrong. With integers in
-// mind that matters where such a middle is beside a half; tests try all of those that there are (test_quant.py).
+// Quotients by the scale of a block, rounded to integers as an IEEE division would have them, in six instructions
+// instead of about twenty. With r the rounded reciprocal, the first correction brings q within one unit of v / s; then
+// the second gives the rounded quotient (Markstein 1990), as long as remainders do not underflow: small scales, and
+// all values under them, are lifted by a power of two first.
 struct Divisor {
-    float reciprocal, rest;
-    float lift;  // 1; 2^-64 under scales so large that `rest` would underflow; 0 where codes are 0: no scale, or NaN
+    float scale, reciprocal;
+    float lift;  // 1; 2^64 under small scales; 0 where codes are 0: no scale, or NaN
 
-    __device__ __forceinline__ explicit Divisor(float scale) {
-        lift = scale > 0.0f ? scale > 0x1p100f ? 0x1p-64f : 1.0f : 0.0f;
-        scale = __fmul_rn(scale, lift);
+    __device__ __forceinline__ explicit Divisor(float s) {
+        lift = s > 0.0f ? s < 0x1p-60f ? 0x1p64f : 1.0f : 0.0f;
+        scale = __fmul_rn(s, lift);
         reciprocal = __frcp_rn(scale);
-        rest = __fmul_rn(__fmaf_rn(-reciprocal, scale, 1.0f), reciprocal);
     }
     // The integers with kRounder added.
     template <int kCount>
@@ -164,7 +163,10 @@ struct Divisor {
 
   private:
     __device__ __forceinline__ float round(float v) const {
-        return __fadd_rn(__fmaf_rn(v, reciprocal, __fmul_rn(v, rest)), kRounder);
+        float q = __fmul_rn(v, reciprocal);
+        q = __fmaf_rn(__fmaf_rn(-q, scale, v), reciprocal, q);
+        q = __fmaf_rn(__fmaf_rn(-q, scale, v), reciprocal, q);
+        return __fadd_rn(q, kRounder);
     }
 };
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +102,45 @@ def test_quotients_whose_remainders_are_denormals():
     for seed in range(4):
         x = ties(1 << 15, seed=seed, powers=(-126, -118))
         run_quantize(HostLauncher(), x, Grid(x.numel(), 256), 8, 0)
+
+
+def hardest_quotients(levels):
+    """Scales and values whose quotient lies next to the middle between a half and the next float, from either side.
+
+    With M, S, V the integers of the middle, the scale and the value, V 2^24 - M S = d: the smaller d, the nearer, and
+    there is one S for each. Larger d than 8 are further away than the kernel's quotient may be off.
+    """
+    found = []
+    for half in (k + 0.5 for k in range(levels)):
+        for after in (math.inf, -math.inf):
+            middle = (half + float(np.nextafter(np.float32(half), np.float32(after)))) / 2
+            mantissa, power = math.frexp(middle)
+            whole = int(mantissa * 2**25)
+            whole, power = (whole, power - 25) if whole % 2 else (whole // 2, power - 24)
+            if whole % 2 == 0:
+                continue
+            for distance in (d for near in range(1, 9) for d in (near, -near)):
+                scale = -distance * pow(whole, -1, 2**24) % 2**24
+                value = math.ldexp(whole * scale + distance, power)
+                if scale >= 2**23 and float(np.float32(value)) == value:
+                    found.append((float(scale), value))
+    return found
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_quotients_nearest_to_where_they_would_be_rounded_to_another_integer(bits, levels):
+    blocks = []
+    for scale, value in hardest_quotients(levels):
+        peak = np.float32(scale * levels)
+        for near in (peak, np.nextafter(peak, np.float32(0)), np.nextafter(peak, np.float32(np.inf))):
+            if near / np.float32(levels) == np.float32(scale):
+                blocks.append([float(near), value, -value, *[0.0] * 253])
+                break
+    assert len(blocks) > levels
+    for power in (-100, 0, 90):  # the first are lifted before
+        x = torch.ldexp(torch.tensor(blocks), torch.tensor(power)).view(-1)
+        assert x.isfinite().all()
+        run_quantize(HostLauncher(), x, Grid(x.numel(), 256), bits, 0)
 
 
 def test_blocks_of_zeros_infinities_and_nans(kernels):

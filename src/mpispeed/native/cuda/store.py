@@ -1,8 +1,8 @@
-"""Machine code of the kernels: prebuilt in a folder, or compiled once per node at first use.
+"""Machine code of the kernels: prebuilt in a folder, or compiled once per node before the first of them runs.
 
-All sources are compiled when the first kernel is about to run, side by side. The key of a file is a hash of all sources below cuda/, the flags, the compiler's version and the architecture. The
-first process of a node compiles under a lock while the others wait, and publishes by rename; so a half-written file is
-never read. No MPI is needed, because the folder is local to the node.
+All sources are compiled side by side. The key of a file is a hash of all sources below cuda/, the flags, the
+compiler's version and the architecture. The process of a node that gets the lock of a source compiles it and publishes
+it by rename; so a half-written file is never read. No MPI is needed, because the folder is local to the node.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def machine_code(source: str, arch: str) -> bytes:
     compiler = toolchain.version(toolchain.find_nvcc())
     kept = cache_folder() / file_name(source, arch, compiler)
     if not kept.exists():
-        _make(source, arch, kept, waits=True)
+        _make(arch, source, kept, waits=True)
     return _read(kept)
 
 
@@ -114,7 +114,7 @@ def compile_missing(wanted: Iterable[str], arch: str) -> list[str]:
     return made
 
 
-def _make(source: str, arch: str, kept: Path, *, waits: bool) -> bool | None:
+def _make(arch: str, source: str, kept: Path, *, waits: bool) -> bool | None:
     """Compile a source if nobody did: whether this process did it, None if another is at it that is not waited for."""
     with _locked(kept, waits=waits) as is_locked:
         if not is_locked:
