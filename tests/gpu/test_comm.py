@@ -85,3 +85,39 @@ def test_two_ranks_share_the_gpu(device, tmp_path):
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("done") == 2
+
+
+def test_two_ranks_map_each_others_memory_of_the_gpu(device, tmp_path):
+    """Sums, gathers and messages through mapped windows and boxes, in processes of their own; again and again."""
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import torch\n"
+        "from mpispeed.mesh import start\n"
+        "from mpispeed.mesh.backends.mapped import open_mapped\n"
+        "comm = start('ordered').comm\n"
+        "group, other = comm.group, 1 - comm.rank\n"
+        "group.device_path = path = open_mapped(group, torch.device('cuda', 0))\n"
+        "assert not path.waits_on_host\n"
+        "for turn in range(20):\n"
+        "    for dtype in (torch.float32, torch.bfloat16, torch.int64):\n"
+        "        own = (torch.arange(9_000_001) % 251 + comm.rank + turn).to(dtype)\n"
+        "        expected, x = own.clone(), own.cuda()\n"
+        "        comm.all_reduce(expected)\n"
+        "        torch.cuda._sleep(5_000_000 * comm.rank)\n"
+        "        comm.all_reduce(x)\n"
+        "        assert torch.equal(x.cpu(), expected), (turn, dtype)\n"
+        "    y = torch.full((1 << 20,), comm.rank + turn, device='cuda')\n"
+        "    sent, got = path.post_send(y, other, 5), torch.empty_like(y)\n"
+        "    path.recv(got, other, 5)\n"
+        "    y.zero_()\n"
+        "    assert bool((got == other + turn).all()), turn\n"
+        "path.close()\n"
+        "print('done', flush=True)\n"
+    )
+    plan = plan_launch([sys.executable, str(script)], 2)
+    found = subprocess.run(
+        plan.argv, env={**os.environ, **plan.added}, capture_output=True, text=True, timeout=300,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("done") == 2
