@@ -111,7 +111,7 @@ def initialize(
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, (mpu, mesh_param), choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
-    plan, mesh = _mesh_of(world, plan)
+    plan, mesh = _mesh_of(world, plan, model)
     has_optimizer = optimizer is not None or plan.optimizer_name is not None
     given = Given(training_data, collate_fn, mpu, loaded.warnings, has_optimizer)
     setup = Setup(None, plan, mesh, given)
@@ -120,11 +120,13 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _mesh_of(world: World, plan: Plan) -> tuple[Plan, Mesh]:
+def _mesh_of(world: World, plan: Plan, model: nn.Module) -> tuple[Plan, Mesh]:
     """The groups, and the plan with the ways of tensors between their ranks. Collective over: all ranks."""
     plan = plan.with_paths(choose(world, plan.device))
     mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
     connect(mesh, plan.device, plan.paths, messages=("pipe", SEQUENCE, RING))
+    if isinstance(model, PipelineModule):  # its stages and slices were made over groups of its own
+        connect(model.grid.mesh, plan.device, plan.paths, messages=("pipe",))
     return plan, mesh
 
 

@@ -244,7 +244,7 @@ def open_paths(comms: Iterable[Comm], device: torch.device, choice: Choice, plac
     problem = ""
     for comm in comms:
         name = choice.of(comm)
-        if comm.size == 1 or name == STAGED:
+        if comm.size == 1 or name == STAGED or _is_open(comm, name, device):
             continue
         parts = [comm] if comm.started is comm else [comm, comm.started]
         opened = []
@@ -261,6 +261,12 @@ def open_paths(comms: Iterable[Comm], device: torch.device, choice: Choice, plac
         for part, path in zip(parts, opened, strict=True):
             part.group.device_path = path
     return problem
+
+
+def _is_open(comm: Comm, name: str, device: torch.device) -> bool:
+    """True if the way is open already, as of the groups of a model that was given to an engine before."""
+    path = comm.group.device_path
+    return path is not None and path.device == device and path.name in (name, "rccl" if name == "nccl" else name)
 
 
 def connect(mesh: Mesh, device: torch.device, choice: Choice, *, messages: Sequence[str] = ()) -> None:
