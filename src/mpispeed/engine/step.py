@@ -20,7 +20,7 @@ from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.engine.facade import EngineOptimizer
 from mpispeed.engine.rank_numbers import hand_out
-from mpispeed.sharding.grad_shards import global_square_sum
+from mpispeed.sharding.grad_shards import gather_numbers, global_square_sum
 from mpispeed.sharding.param_shards import find_unbound
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class MeasureNorm:
     For gradients that stay local it is the root mean square of the data ranks' norms. The norm of their mean, which no
     rank has, is never larger: clipping by the former clips no less, and all ranks clip alike.
 
-    A rank whose batch has failed tells the others in the same message, in which `numbers` travel too.
+    A rank whose batch has failed tells the others in the same message; what is due of `numbers` follows in another.
     """
 
     def __init__(self, mesh: Mesh, grads: GradStore, sharing: Sharing | None, counters: Counters) -> None:
@@ -134,28 +134,28 @@ class MeasureNorm:
             UsageError: on every rank, if none has run a backward pass since the last update.
             BatchFailed: on every rank, if the batch of one has failed.
         """
-        passes = math.nan if self._counters.has_failed else float(self._counters.pending_backwards)
-        given = [each.give() for each in self.numbers]
-        total, everyone = global_square_sum(
+        counters = self._counters
+        total, (failed, idle, *wanted) = global_square_sum(
             self._mesh,
             self._grads.shards,
             threads=ctx.threads,
             counts=self._counts,
-            notes=(passes, *chain.from_iterable(given)),
+            notes=(counters.has_failed, not counters.pending_backwards, *(each.is_wanted() for each in self.numbers)),
         )
-        ran = everyone[:, 0].tolist()
-        if any(map(math.isnan, ran)):
+        if failed:
             raise BatchFailed
-        self._look_for_passes(ran)
-        hand_out(self.numbers, given, everyone[:, 1:])
+        self._look_at(idle)
+        given = [each.give() if ranks else () for each, ranks in zip(self.numbers, wanted, strict=True)]
+        if any(given):
+            hand_out(self.numbers, given, gather_numbers(self._mesh, [*chain.from_iterable(given)]))
         if self._grads.exchange.local_grads:
             total /= self._mesh["data"].size
         ctx.norm = math.sqrt(total) / ctx.scale if math.isfinite(total) else total
         ctx.skip = not math.isfinite(total)
 
-    def _look_for_passes(self, passes: list[float]) -> None:
-        idle = [rank for rank, count in enumerate(passes) if not count]
-        if len(idle) == len(passes):
+    def _look_at(self, idle: int) -> None:
+        ranks = self._mesh.size
+        if idle == ranks:
             msg = (
                 "engine.step() would update without any backward pass since the last update; call "
                 "engine.backward(loss) before engine.step(), or leave the step out"
@@ -163,7 +163,7 @@ class MeasureNorm:
             raise UsageError(msg)
         if idle and self._mesh.rank == 0:
             text = (
-                f"{len(idle)} of {len(passes)} ranks ran no backward pass before an update; their gradients count as "
+                f"{idle} of {ranks} ranks ran no backward pass before an update; their gradients count as "
                 "zeros in the mean over ranks (if that is not meant, call engine.backward(loss) on all ranks)"
             )
             logs.once(log, logging.WARNING, text)
@@ -450,7 +450,7 @@ class Updates:
             self._parts = [*self._parts[:at], *(part for wanted, part in rows if wanted is place), *self._parts[at:]]
 
     def send_along(self, numbers: SentNumbers) -> None:
-        """Let numbers of each rank travel with the norm of gradients; call on all ranks alike."""
+        """Let numbers of each rank follow the norm of gradients; call on all ranks alike."""
         for part in self._parts:
             if isinstance(part, MeasureNorm):
                 part.numbers.append(numbers)
