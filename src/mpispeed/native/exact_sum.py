@@ -1,8 +1,8 @@
 """A long integer in limbs that holds any sum of doubles exactly: adding two of them is adding their limbs.
 
-The limbs are 64-bit integers of 32 bits each, so that more than 2^30 long integers can be added before a carry has to be
-passed on. All that communication has to do with an exact sum is therefore one sum of integers of fixed length, which has
-the same bits in any order.
+The limbs are 64-bit integers of 32 bits each, so that more than 2^30 long integers can be added before a carry has to
+be passed on. All that communication has to do with an exact sum is therefore one sum of integers of fixed length, which
+has the same bits in any order.
 
 Source: Kulisch, "Computer Arithmetic and Validity" (2013), the long accumulator.
 """

@@ -259,7 +259,9 @@ def global_square_sum(
 
 
 def sum_limbs(mesh: Mesh, limbs: torch.Tensor, notes: Sequence[int] = ()) -> torch.Tensor:
-    """Limbs and notes, summed over the ranks. Shapes: limbs [exact_sum.LIMBS] on the host; [exact_sum.LIMBS + MOST_NOTES].
+    """Limbs and notes, summed over the ranks.
+
+    Shapes: limbs [exact_sum.LIMBS], on the host; the result [exact_sum.LIMBS + MOST_NOTES].
 
     Collective over: all ranks.
     """
