@@ -72,6 +72,7 @@ class Engine(Getters):
     @property
     def lr_scheduler(self) -> Any | None:
         """The learning-rate scheduler, or None; another may be put in its place, which steps from then on."""
+        self.mpispeed.updates.settle()
         return self.mpispeed.parts.scheduler
 
     @lr_scheduler.setter
@@ -323,6 +324,7 @@ class Engine(Getters):
         """
         if not self.mpispeed.parts.is_closed:
             try:
+                self.mpispeed.updates.settle()
                 self.wait_checkpoint()
             finally:
                 if not self.is_saving:  # saving after an interrupt: the save goes on, and needs the mesh

@@ -33,6 +33,7 @@ class StepLink:
     """Call from `step()` of an optimizer to the engine that uses it, which is held weakly."""
 
     def __init__(self) -> None:
+        self.settle: Callable[[], None] = lambda: None  # learns how the last step ended
         self._method: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def attach(self, method: Callable[[], None]) -> None:
@@ -145,9 +146,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
         self.loss_scaler = scaler
-        self.overflow = False
+        self._overflow = False
         self.name = name
         self._link, self._clear = link, clear
+
+    @property
+    def overflow(self) -> bool:
+        """True if gradients of the last step were not finite. May wait for the device."""
+        self._link.settle()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._overflow = value
 
     @property
     def loss_scale(self) -> float:

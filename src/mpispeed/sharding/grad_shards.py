@@ -252,10 +252,34 @@ def global_square_sum(
     Collective over: all ranks.
     """
     near, far = grads.square_limbs(filter(counts, grads.table.units), threads=threads)
-    if far is not None:
-        near += far.cpu()
-    sums = sum_limbs(mesh, near, notes)
+    return sum_squares(mesh, near, far, notes)
+
+
+def sum_squares(
+    mesh: Mesh, near: torch.Tensor, far: torch.Tensor | None, notes: Sequence[int]
+) -> tuple[float, list[int]]:
+    """`global_square_sum` of what `GradShards.square_limbs` gave. Waits for the device.
+
+    Collective over: all ranks.
+    """
+    sums = sum_limbs(mesh, near if far is None else near + far.cpu(), notes)
     return exact_sum.value_of(sums[: exact_sum.LIMBS]), sums[exact_sum.LIMBS :].tolist()[: len(notes)]
+
+
+def sum_apart(mesh: Mesh, far: torch.Tensor, notes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """The limbs of a device, summed over the ranks where they are, and the sums of notes, by a message of the hosts.
+
+    Nothing waits for the device where the groups keep the lead of the host (`Comm.keeps_lead`).
+
+    Collective over: all ranks.
+    """
+    comm = mesh[mesh.topology.names]
+    if comm.size == 1:
+        return far, [int(note) for note in notes]
+    counted = torch.tensor(notes, dtype=torch.int64)
+    comm.all_reduce(counted)
+    comm.all_reduce(far)
+    return far, counted.tolist()
 
 
 def sum_limbs(mesh: Mesh, limbs: torch.Tensor, notes: Sequence[int] = ()) -> torch.Tensor:

@@ -96,6 +96,7 @@ class Checkpoints:
         """
         start, parts = time.perf_counter(), self._parts
         parts.require("save_checkpoint")
+        parts.updates.settle()
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
         flags = SaveSettings(
@@ -173,6 +174,7 @@ class Checkpoints:
             UsageError: one of `client_types` is neither a dataclass nor an enum.
         """
         self._parts.require("load_checkpoint")
+        self._parts.updates.settle()
         self.wait_checkpoint()
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
         settings = load.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state, client_types)

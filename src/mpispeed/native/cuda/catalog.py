@@ -84,6 +84,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
+    *_each("optim/exact_squares.cu", "PPP16s", ["norm_and_factor"]),
     *_each("softmax/softmax.cu", "PPPP96s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
     *_each("softmax/softmax.cu", "PPP96s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
     *_each("softmax/softmax.cu", "PPQQIfI", _typed("dropout"), is_hot=True),
