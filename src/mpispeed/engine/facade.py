@@ -33,12 +33,17 @@ class StepLink:
     """Call from `step()` of an optimizer to the engine that uses it, which is held weakly."""
 
     def __init__(self) -> None:
-        self.settle: Callable[[], None] = lambda: None  # learns how the last step ended
+        self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
         self._method: weakref.WeakMethod[Callable[[], None]] | None = None
 
-    def attach(self, method: Callable[[], None]) -> None:
-        """Call `method` from now on."""
-        self._method = weakref.WeakMethod(method)
+    def attach(self, method: Callable[[], None], settle: Callable[[], None]) -> None:
+        """Call `method` from now on; `settle` before what depends on the outcome of the last step is read."""
+        self._method, self._settle = weakref.WeakMethod(method), weakref.WeakMethod(settle)
+
+    def settle(self) -> None:
+        """Learn how the last step ended. May wait for the device."""
+        if self._settle is not None and (settle := self._settle()) is not None:
+            settle()
 
     def step(self, closure: Any = None) -> None:
         """Update, as `engine.step()` at a boundary.

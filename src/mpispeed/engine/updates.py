@@ -130,6 +130,12 @@ class Updates:
             if isinstance(part, MeasureNorm):
                 part.numbers.append(numbers)
 
+    @property
+    def scheduler(self) -> Any | None:
+        """The learning-rate scheduler, as it is after the last step. May wait for the device."""
+        self.settle()
+        return self._scheduler
+
     def rates(self) -> list[Any]:
         """Learning rate of each parameter group."""
         self.settle()

@@ -127,11 +127,6 @@ class Comm:
             self._started.close()
         self.transport.close()
 
-    def keeps_lead(self, device: torch.device) -> bool:
-        """True if no verb on tensors of `device` makes the host wait for it. Local; the same on all ranks."""
-        del device
-        return self.size == 1
-
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
         """Combine `x` of all ranks in place; `scale` multiplies the sum before it is rounded.
 

@@ -269,7 +269,7 @@ def sum_squares(
 def sum_apart(mesh: Mesh, far: torch.Tensor, notes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
     """The limbs of a device, summed over the ranks where they are, and the sums of notes, by a message of the hosts.
 
-    Nothing waits for the device where the groups keep the lead of the host (`Comm.keeps_lead`).
+    Nothing waits for the device on one rank.
 
     Collective over: all ranks.
     """

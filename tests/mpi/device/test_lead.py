@@ -137,7 +137,7 @@ READERS = {
     "was_step_applied": lambda engine: engine.was_step_applied() is False,
     "norm": lambda engine: engine.get_global_grad_norm() is None,
     "lr": lambda engine: engine.get_lr() == [0.0],
-    "scheduler": lambda engine: engine.lr_scheduler.last_batch_iteration < 1,
+    "scheduler": lambda engine: engine.lr_scheduler.last_batch_iteration == -1,
     "state": lambda engine: not engine.optimizer.optimizer.state,
     "overflow": lambda engine: engine.optimizer.overflow is True,
 }

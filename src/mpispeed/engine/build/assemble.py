@@ -14,9 +14,10 @@ from mpispeed.base import log as logs
 from mpispeed.base.clock import Clock
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
-from mpispeed.engine import lead, step, updates
+from mpispeed.engine import step, updates
 from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
+from mpispeed.engine.build import lead
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -101,8 +102,6 @@ def assemble(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
         exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock, leads=leads,
     )  # fmt: skip
-    if optimization is not None:
-        optimization.link.settle = run.settle
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     if optimization is not None:  # nothing fails after this that would leave the client's object changed

@@ -134,6 +134,7 @@ class Checkpoints:
             CheckpointError: on every rank, if it could not be written, or not be entered as the latest, as the message
                 says. Earlier checkpoints are untouched.
         """
+        self._parts.updates.settle()
         saver, pending = self._saver, self._pending
         if saver is None or pending is None:
             return
@@ -174,7 +175,6 @@ class Checkpoints:
             UsageError: one of `client_types` is neither a dataclass nor an enum.
         """
         self._parts.require("load_checkpoint")
-        self._parts.updates.settle()
         self.wait_checkpoint()
         only = load_optimizer_states, load_lr_scheduler_states, load_module_only
         settings = load.LoadSettings(load_module_strict, *only, custom_load_fn, load_data_state, client_types)
