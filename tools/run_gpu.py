@@ -4,7 +4,8 @@
     python tools/run_gpu.py --no-tests optim      one benchmark
     python tools/run_gpu.py --results OUT         records to another folder than benchmarks/results
 
-It ends with one line for each part, also after a failure, and with exit code 2 where there is no GPU.
+It ends with one line for each part, also after a failure, then one for each goal of the records, and with exit code 2
+where there is no GPU. A part that fails or is ended at its limit leaves the others theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gpu_figures
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks" / "gpu"
 TESTS = (
@@ -31,6 +34,9 @@ TESTS = (
     "--durations=5",
     "-rs",
 )  # -v: what a limit ends shows how far it was
+DISK = "a folder of a local disk"
+OPTIONS = {"offload": ("--path", DISK)}
+"""What benchmarks are given beside the file of their record."""
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -115,6 +121,7 @@ def main() -> int:
     parser.add_argument("--no-benchmarks", action="store_true", help="tests only")
     parser.add_argument("--limit", type=float, default=600, help="seconds of one part")
     parser.add_argument("--jobs", type=int, default=8, help="processes of tests at a time")
+    parser.add_argument("--disk", type=Path, default=ROOT / "build", help="of a local disk, for states in files")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     if wrong := sorted(set(asked.benchmarks) - set(names())):
@@ -123,15 +130,18 @@ def main() -> int:
         print(f"make gpu: kernels cannot run here: {reason}", file=sys.stderr)
         return 2
     ended = [] if asked.no_tests else run_tests(asked.limit, asked.jobs)
-    parts = []
-    for name in [] if asked.no_benchmarks else asked.benchmarks or names():
-        record = str(asked.results / f"gpu-{name.replace('_', '-')}.json")
-        parts.append((f"benchmarks/gpu/{name}.py", (str(BENCHMARKS / f"{name}.py"), "--json", record)))
-        if name == "engine":
-            shared = ("--ranks", "2", "--json", str(asked.results / "gpu-engine-2-ranks.json"))
-            parts.append(("two ranks on one GPU", (str(BENCHMARKS / "engine.py"), *shared)))
-    ended += [run(name, words, asked.limit) for name, words in parts]
+    chosen = [] if asked.no_benchmarks else asked.benchmarks or names()
+    asked.results.mkdir(parents=True, exist_ok=True)
+    asked.disk.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=asked.disk) as disk:
+        for name in chosen:
+            record = asked.results / f"gpu-{name.replace('_', '-')}.json"
+            words = (str(BENCHMARKS / f"{name}.py"), "--json", str(record), *OPTIONS.get(name, ()))
+            words = tuple(disk if word is DISK else word for word in words)
+            ended.append(run(f"benchmarks/gpu/{name}.py", words, asked.limit))
     print("\n".join(line for line, _ in ended))
+    if chosen:
+        print("\n".join(gpu_figures.goals(asked.results)))
     return int(not all(is_fine for _, is_fine in ended))
 
 

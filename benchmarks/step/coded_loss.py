@@ -19,7 +19,7 @@ import gpt_job
 import peers
 
 RANKS_PER_NODE = 2
-CUT = {"stage": 3, "stage3_param_persistence_threshold": 0}
+CUT = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_quantized_in_node": True}
 LOCO = {"err_beta": 0.8, "reset_T": 1024}
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},

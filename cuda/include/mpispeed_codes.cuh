@@ -85,15 +85,19 @@ __device__ __forceinline__ u64 load_codes(const unsigned char* codes, u32 offset
 }
 
 // ---- codes and numbers ------------------------------------------------------------------------------------
-// The code's bits go into the mantissa of 2^23, which is then taken away: half the price of a conversion.
+// The code's bits go into the mantissa of a power of two, which is then taken away: half the price of a conversion.
+// For 4 bits there is a power whose mantissa has the code where it lies in the word, for five codes of eight: the
+// others are shifted together.
 template <int kBits>
 __device__ __forceinline__ float level_of(u64 word, int j) {
     if (kBits == 8) {
         const u32 four = static_cast<u32>(word >> (j / 4 * 32)) ^ 0x80808080u;
         return __fsub_rn(__uint_as_float(__byte_perm(four, 0x4b000000u, 0x7650u | (j & 3))), 8388608.0f + 128.0f);
     }
-    const u32 nibble = (static_cast<u32>(word) ^ 0x88888888u) >> (4 * j) & 15u;
-    return __fsub_rn(__uint_as_float(nibble | 0x4b000000u), 8388608.0f + 8.0f);
+    const u32 all = static_cast<u32>(word) ^ 0x88888888u;
+    const u32 bit = 4 * (j < 5 ? j : j - 4), words = j < 5 ? all : all >> 16;
+    const u32 magic = 0x4b000000u - (bit << 23);  // 2^(23 - bit)
+    return __fsub_rn(__uint_as_float((words & 15u << bit) | magic), __uint_as_float(magic) + 8.0f);
 }
 
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
@@ -109,8 +113,13 @@ __device__ __forceinline__ u64 pack_codes(const float* rounded) {
         if (kBits == 8) {
             half[j / 4] = __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
         } else {
-            half[0] |= ((a & 15u) | (b & 15u) << 4 | (c & 15u) << 8 | (d & 15u) << 12) << (4 * j);
+            // Sums of whole words: with 8 added to each code nothing is borrowed from the next one.
+            half[j / 4] = a + (b << 4) + (c << 8) + (d << 12) + (0x8888u - 0x1111u * 0x4b400000u);
         }
+    }
+    if (kBits == 4) {
+        half[0] = (half[0] + (half[1] << 16)) ^ (kPacket == 8 ? 0x88888888u : 0x8888u);
+        half[1] = 0;
     }
     return static_cast<u64>(half[1]) << 32 | half[0];
 }
@@ -127,24 +136,35 @@ __device__ __forceinline__ float scale_of(u32 peak) {
     return scale < smallest ? smallest : scale > largest ? largest : scale;
 }
 
-// Quotients by the scale of a block, rounded to integers as an IEEE division would have them, in six instructions
-// instead of about twenty. With r the rounded reciprocal, the first correction brings q within one unit of v / s; then
-// the second gives the rounded quotient (Markstein 1990), as long as remainders do not underflow: small scales, and
-// all values under them, are lifted by a power of two first.
+// Quotients by the scale of a block, rounded to integers as an IEEE division and an addition would have them, in three
+// instructions instead of about twenty: v * (r + rest), with r the rounded reciprocal, rest what it lacks, and one
+// rounding, in which only quotients within 1.5 * 2^-47 of the middle between two floats can go wrong. With integers in
+// mind that matters where such a middle is beside a half; tests try all of those that there are (test_quant.py).
 struct Divisor {
-    float scale, reciprocal, lift;
+    float reciprocal, rest;
+    float lift;  // 1; 2^-64 under scales so large that `rest` would underflow; 0 where codes are 0: no scale, or NaN
 
-    __device__ __forceinline__ explicit Divisor(float s) {
-        lift = s < 0x1p-60f ? 0x1p64f : 1.0f;
-        scale = __fmul_rn(s, lift);
+    __device__ __forceinline__ explicit Divisor(float scale) {
+        lift = scale > 0.0f ? scale > 0x1p100f ? 0x1p-64f : 1.0f : 0.0f;
+        scale = __fmul_rn(scale, lift);
         reciprocal = __frcp_rn(scale);
+        rest = __fmul_rn(__fmaf_rn(-reciprocal, scale, 1.0f), reciprocal);
     }
-    __device__ __forceinline__ float rounded(float v) const {
-        v = __fmul_rn(v, lift);
-        float q = __fmul_rn(v, reciprocal);
-        q = __fmaf_rn(__fmaf_rn(-q, scale, v), reciprocal, q);
-        q = __fmaf_rn(__fmaf_rn(-q, scale, v), reciprocal, q);
-        return __fadd_rn(q, kRounder);
+    // The integers with kRounder added.
+    template <int kCount>
+    __device__ __forceinline__ void round_all(float (&rounded)[kCount], const float (&v)[kCount]) const {
+        if (lift == 1.0f) {
+#pragma unroll
+            for (int i = 0; i < kCount; i++) rounded[i] = round(v[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCount; i++) rounded[i] = lift == 0.0f ? kRounder : round(__fmul_rn(v[i], lift));
+        }
+    }
+
+  private:
+    __device__ __forceinline__ float round(float v) const {
+        return __fadd_rn(__fmaf_rn(v, reciprocal, __fmul_rn(v, rest)), kRounder);
     }
 };
 

@@ -35,6 +35,59 @@ __device__ __forceinline__ void store(float x, float* at) { *at = x; }
 __device__ __forceinline__ void store(float x, bf16* at) { *at = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void store(float x, fp16* at) { *at = __float2half_rn(x); }
 
+// Two 16-bit floats in one word, the first in its low half: widened, rounded, and the larger of each, which leaves
+// NaN out.
+template <class T>
+struct Halves;
+template <>
+struct Halves<bf16> {
+    using Type = __nv_bfloat162;
+    static __device__ __forceinline__ Type rounded(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+template <>
+struct Halves<fp16> {
+    using Type = __half2;
+    static __device__ __forceinline__ Type rounded(float a, float b) { return __floats2half2_rn(a, b); }
+};
+template <class To, class From>
+__device__ __forceinline__ To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "bits of another number format");
+    To out;
+    memcpy(&out, &x, sizeof out);
+    return out;
+}
+template <class T>
+__device__ __forceinline__ void widen_pair(u32 word, float* x) {
+    const typename Halves<T>::Type pair = same_bits<typename Halves<T>::Type>(word);
+    x[0] = __low2float(pair);
+    x[1] = __high2float(pair);
+}
+template <>
+__device__ __forceinline__ void widen_pair<bf16>(u32 word, float* x) {
+    x[0] = __uint_as_float(word << 16);
+    x[1] = __uint_as_float(word & 0xffff0000u);
+}
+template <class T>
+__device__ __forceinline__ u32 narrow_pair(float a, float b) {
+    return same_bits<u32>(Halves<T>::rounded(a, b));
+}
+template <class T>
+__device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
+    using Two = typename Halves<T>::Type;
+    return same_bits<u32>(__hmax2(same_bits<Two>(a), same_bits<Two>(b)));
+}
+
+// 2^x to about 2^-22 of it; 0 where that is no normal number.
+__device__ __forceinline__ float exp2_of(float x) {
+#ifdef __CUDACC__
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+#else
+    return x < -126.0f ? 0.0f : exp2f(x);
+#endif
+}
+
 // Neighbours that are moved in one instruction.
 template <class T, int N>
 struct alignas(N * sizeof(T)) Vec {

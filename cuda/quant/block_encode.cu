@@ -193,15 +193,6 @@ __device__ __forceinline__ void write_codes(const float (&rounded)[kItems], unsi
         write_packet<kBits, kPacket>(rounded + k * kPacket, codes, share.first + k * share.step, share.n, is_wide);
 }
 
-// v / s with kRounder added; a block of zeros, or one that is not finite, has codes of 0.
-struct Rounder {
-    Divisor divisor;
-    bool is_coded;
-
-    __device__ __forceinline__ explicit Rounder(float scale) : divisor(scale), is_coded(scale > 0.0f) {}
-    __device__ __forceinline__ float operator()(float v) const { return is_coded ? divisor.rounded(v) : kRounder; }
-};
-
 struct KeptError {
     unsigned char* codes;
     float* scales;
@@ -233,13 +224,6 @@ __device__ __forceinline__ u64 index_of(u32 team) {
     return static_cast<u64>(blockIdx.x) * (blockDim.x >> 5) + (threadIdx.x >> 5);
 }
 
-template <int kItems>
-__device__ __forceinline__ void round_all(float (&rounded)[kItems], const float (&v)[kItems], float scale) {
-    const Rounder rounder(scale);
-#pragma unroll
-    for (int i = 0; i < kItems; i++) rounded[i] = rounder(v[i]);
-}
-
 template <int kBits, class Source>
 __device__ __forceinline__ void encode(const Source& source, const Target& target, const EncodeGrid& grid) {
     constexpr int kItems = Source::kItems, kPacket = Source::kPacket;
@@ -256,7 +240,7 @@ __device__ __forceinline__ void encode(const Source& source, const Target& targe
     }
     const float scale = scale_of<kBits>(Source::fp32_bits(team_peak(peak, grid.team)));
     if (lane == 0) target.scales[index] = scale;
-    const Rounder rounder(scale);
+    const Divisor divisor(scale);
     unsigned char* codes = target.codes + (kBits == 8 ? place.at : place.byte4);
     const bool is_wide = is_word_aligned<kCodeBytes<kBits, kPacket>>(codes) && place.n % kPacket == 0;
 #pragma unroll 1
@@ -265,9 +249,10 @@ __device__ __forceinline__ void encode(const Source& source, const Target& targe
         if (place.n > span) source.read(held, place, share);
 #pragma unroll
         for (int k = 0; k < kItems / kPacket; k++) {
-            float rounded[kPacket];
+            float v[kPacket], rounded[kPacket];
 #pragma unroll
-            for (int j = 0; j < kPacket; j++) rounded[j] = rounder(held.at(k * kPacket + j));
+            for (int j = 0; j < kPacket; j++) v[j] = held.at(k * kPacket + j);
+            divisor.round_all(rounded, v);
             write_packet<kBits, kPacket>(rounded, codes, share.first + k * step, place.n, is_wide);
         }
     }
@@ -309,28 +294,30 @@ __device__ __forceinline__ void encode_with_error(const Source& source, const Ta
         peak = peak_of(v, peak);
     }
     const float scale = scale_of<kBits>(team_peak(peak, grid.team));
+    const Divisor divisor(scale);
     u32 error_peak = 0;
     unsigned char* codes = target.codes + (kBits == 8 ? place.at : place.byte4);
 #pragma unroll 1
     for (u32 at = 0; at < place.n; at += span) {
         const Share share = {at + lane * kPacket, step, place.n};
         if (!is_held) read(share);
-        round_all(rounded, v, scale);
+        divisor.round_all(rounded, v);
         write_codes<kBits, kPacket>(rounded, codes, share);
         renew_error(e, v, rounded, scale, grid);
         error_peak = peak_of(e, error_peak);
     }
-    float error_scale = scale_of<8>(team_peak(error_peak, grid.team));
+    const float error_scale = scale_of<8>(team_peak(error_peak, grid.team));
+    const Divisor error_divisor(error_scale);
     // Not written before all of the team have read the old one: the sum of peaks was in between.
 #pragma unroll 1
     for (u32 at = 0; at < place.n; at += span) {
         const Share share = {at + lane * kPacket, step, place.n};
         if (!is_held) {
             read(share);
-            round_all(rounded, v, scale);
+            divisor.round_all(rounded, v);
             renew_error(e, v, rounded, scale, grid);
         }
-        round_all(rounded, e, error_scale);
+        error_divisor.round_all(rounded, e);
         write_codes<8, kPacket>(rounded, error.codes + place.at, share);
     }
     if (!is_held) team_peak(0, grid.team);  // a barrier: others still read the old scale
@@ -342,7 +329,7 @@ __device__ __forceinline__ void encode_with_error(const Source& source, const Ta
 
 // ---- kernels ------------------------------------------------------------------------------------------------
 #define ENCODE_KERNELS(bits, tag, T)                                                                             \
-    extern "C" __global__ void __launch_bounds__(512, sizeof(T) == 2 && bits == 8 ? 3 : 2)                       \
+    extern "C" __global__ void __launch_bounds__(512, 2)                                                       \
         block_quantize##bits##_##tag(const T* x, unsigned char* codes, float* scales, unsigned char*, float*,    \
                                      const EncodeGrid grid) {                                                    \
         encode<bits>(Floats<T>{x}, {codes, scales}, grid);                                                       \

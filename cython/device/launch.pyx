@@ -5,9 +5,13 @@ The arguments of a launch are one packed buffer, as the driver takes it beside `
 driver copies it before it returns.
 """
 
+from cpython.ref cimport PyObject
 from libc.stddef cimport size_t
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
+
+import ctypes
+import os
 
 import torch
 
@@ -197,4 +201,8 @@ cdef class Launch:
         self.queue.send(self.name, self.function, self.sizes, self.sizes + 3, self.shared, buffer, begin + rest)
 
 
+include "room.pxi"
+include "route.pxi"
 include "norm_calls.pxi"
+include "face_calls.pxi"
+include "layer_calls.pxi"

@@ -1,5 +1,6 @@
 """Engines on a GPU: stages, tiers and checkpoints on one rank, stage 3 on two ranks that share it."""
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import torch
 
 import mpispeed
 from mpispeed.launch import plan_launch
+from mpispeed.native import exact_squares
+from mpispeed.native.reduce import square_partials
+from mpispeed.sharding.arrivals import Arrivals
 from tests.helpers.system import CHECKOUT
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, train_averaged, weights, zero_section
@@ -108,3 +112,40 @@ def test_two_ranks_share_the_gpu_at_stage_3(device, monkeypatch, tmp_path):
     line = next(line for line in found.stdout.splitlines() if "losses" in line)
     losses = [float(word) for word in line.partition("[")[2].rstrip("]").split(",")]
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+OFFLOADED = [
+    (2, {"device": "cpu", "pin_memory": True}, 1),
+    (2, CPU, 3),
+    (1, {"device": "cpu", "pin_memory": True}, 1),
+    (3, {"device": "nvme", "pin_memory": True, "pipeline_read": True, "pipeline_write": True}, 1),
+]
+
+
+@pytest.mark.parametrize(("stage", "where", "accumulation"), OFFLOADED, ids=str)
+def test_narrow_gradients_train_as_wide_ones(device, monkeypatch, tmp_path, stage, where, accumulation):
+    """They leave on a stream of their own and are waited for by events: one that is read too early trains otherwise."""
+    where = where | ({"nvme_path": str(tmp_path)} if where["device"] == "nvme" else {})
+    section = zero_section(stage, offload_optimizer=where, reduce_bucket_size=3000)
+    found = []
+    for is_narrow in (True, False):
+        if not is_narrow:
+            monkeypatch.setattr(Arrivals, "takes", staticmethod(lambda stored, values: False))
+            monkeypatch.setattr(Arrivals, "note_rounded", lambda self, index, dtype: None)
+        engine = start(section, monkeypatch, bf16={"enabled": True}, gradient_accumulation_steps=accumulation)
+        losses = train_averaged(engine, batches(8, BATCH))
+        found.append((losses, engine.get_global_grad_norm()))
+        engine.destroy()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_on_the_way_are_those_of_the_host(device, dtype):
+    """Started on another stream, and read when they are asked for."""
+    x = torch.randn(5 * 256 + 3, generator=torch.Generator().manual_seed(1)).mul_(30).to(dtype)
+    on_device, stream = x.to(device), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        started = exact_squares.start_square_partials(on_device.split(512), block=256)
+    assert math.fsum(started.partials()) == math.fsum(square_partials(x, block=256))

@@ -85,7 +85,7 @@ WAYS = {
     "mics": Way({"mics_shard_size": 2}, (3,), (2, 4)),
     "hpz": Way({"zero_hpz_partition_size": 2}, (3,), (2, 4)),
     # 8 bits: a weight is off by 1/254 of its block's largest, and gradients are products of several; 0.03 was found.
-    "qwz": Way({"zero_quantized_weights": True}, (3,), (2, 3, 4), bound=0.05),
+    "qwz": Way({"zero_quantized_weights": True, "zero_quantized_in_node": True}, (3,), (2, 3, 4), bound=0.05),
     # 4 bits: a rank's gradient is off by 1/14 of its block's largest, which is above that of the mean; 0.12 was found.
     "qgz": Way({"zero_quantized_gradients": True}, (1, 2, 3), (4,), bound=0.2, is_exact_for_experts=True),
     **{f"states in {at}": Way(_offload("optimizer", at), (1, 2, 3)) for at in ("cpu", "nvme")},

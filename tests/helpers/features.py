@@ -294,7 +294,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "quantized weights", ("quantized",), _sends_codes,
-        _zero("zero_quantized_weights", True), UP, FINAL, is_rounding=True,
+        _all(_zero("zero_quantized_weights", True), _zero("zero_quantized_in_node", True)), UP, FINAL,
+        is_rounding=True,
     ),
     Feature(
         "quantized gradients", ("quantized",), lambda run: run.engine.plan.placing.hops is not None, _CODED, CUT, FINAL,

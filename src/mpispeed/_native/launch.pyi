@@ -8,6 +8,11 @@ from typing_extensions import disjoint_base
 
 def are_alike(x: Tensor, *others: Tensor | None) -> bool: ...
 def are_aligned(*tensors: Tensor | None) -> bool: ...
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, index: int) -> Tensor: ...
+def find_interface(names: tuple[str, ...] = ...) -> bool: ...
+def place_of(function: Any) -> int: ...
+def bound(function: Callable[..., Any]) -> Any: ...
+def route(args: tuple[Any, ...], places: tuple[int, ...]) -> int: ...
 
 @disjoint_base
 class Queue:
@@ -66,7 +71,6 @@ class NormCalls:
         launcher_of: Callable[[Tensor], Any],
         dtypes: Iterable[torch.dtype],
     ) -> None: ...
-    def launcher(self, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Any: ...
     def run(
         self,
         x: Tensor,
@@ -123,5 +127,99 @@ class NormCalls:
         x: Tensor,
         weight: Tensor | None,
         mean: Tensor | int | None,
-        rstd: Tensor | int,
+        rstd: Tensor,
     ) -> None: ...
+
+@disjoint_base
+class NormSize: ...
+
+@disjoint_base
+class Columns:
+    parts: int
+    def __init__(self, launch: Launch, add_up: Launch, parts: int) -> None: ...
+
+@disjoint_base
+class LayerPasses:
+    runs: Any
+    def __init__(
+        self,
+        runs: Any,
+        key: tuple[Any, ...],
+        passes: tuple[Launch, Launch, Launch],
+        columns: tuple[Columns, Columns],
+        norms: NormCalls,
+    ) -> None: ...
+
+@disjoint_base
+class LayerCalls:
+    refuse: Any
+    before_forward: Any
+    before_backward: Any
+    after_forward: Any
+    after_backward: Any
+    def __init__(
+        self,
+        prepare: Callable[[Any, tuple[Any, ...]], LayerPasses],
+        launcher_of: Callable[[Tensor], Any],
+        is_placed: Callable[[Tensor], bool],
+        vectors: dict[torch.dtype, int],
+    ) -> None: ...
+    def passes(
+        self,
+        x: Tensor,
+        parameters: tuple[Tensor, ...],
+        inner: int,
+        heads: int,
+        ratio: float,
+        eps: float,
+        is_pre: bool,
+        keeps_gelu: bool,
+    ) -> LayerPasses | None: ...
+
+@disjoint_base
+class FacePasses:
+    def __init__(self, runs: Any, key: tuple[Any, ...], launch: Launch, back: Columns) -> None: ...
+
+@disjoint_base
+class FaceCalls:
+    apply_gelu: Any
+    apply_drop: Any
+    apply_drop_norm: Any
+    apply_softmax: Any
+    prepare_softmax: Any
+    refuse: Any
+    gelu_forward: Any
+    gelu_backward: Any
+    drop_forward: Any
+    drop_backward: Any
+    drop_norm_forward: Any
+    drop_norm_backward: Any
+    softmax_forward: Any
+    softmax_backward: Any
+    def __init__(
+        self,
+        prepare: Callable[[Any, tuple[Any, ...]], FacePasses],
+        launcher_of: Callable[[Tensor], Any],
+        is_placed: Callable[[Tensor], bool],
+        vectors: dict[torch.dtype, int],
+        norms: NormCalls,
+    ) -> None: ...
+    def gelu(self, x: Tensor, bias: Tensor | None, form: str) -> Tensor | None: ...
+    def drop(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, ratio: float, seed: Tensor | None
+    ) -> Tensor | None: ...
+    def drop_norm(
+        self,
+        x: Tensor,
+        x_bias: Tensor | None,
+        residual: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        ratio: float,
+        eps: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None: ...
+    def softmax(self, scores: Tensor, scale: float, is_causal: bool) -> Tensor | None: ...
+
+@disjoint_base
+class SoftmaxPasses: ...

@@ -21,6 +21,7 @@ OF_DEVICES = (_PINNED, _UNSYNCHRONIZED)
 _STAGE_0 = "every rank updates all parameters at stage 0"
 _WHOLE = "parameters are whole on every rank below stage 3"
 _NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
+_PLAIN = "it is for zero_quantized_weights and zero_quantized_gradients, which are false"
 _FILES = "it is for states in files (device nvme), and none are"
 
 
@@ -44,6 +45,11 @@ def _is_collected(config: Config) -> bool:
 
 def _is_fetched(config: Config) -> bool:
     return config.zero_optimization.stage == 3
+
+
+def _is_coded(config: Config) -> bool:
+    zero = config.zero_optimization
+    return zero.zero_quantized_weights or zero.zero_quantized_gradients
 
 
 def _is_outside(config: Config) -> bool:
@@ -122,6 +128,7 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     f"{_ZERO}.sub_group_size": (_cuts_updates, _NOT_CUT),
     **{f"{_ZERO}.{key}": (_is_collected, _STAGE_0) for key in ("allgather_partitions", "allgather_bucket_size")},
     **{f"{_ZERO}.{key}": (_is_fetched, _WHOLE) for key in _CODED},
+    f"{_ZERO}.zero_quantized_in_node": (_is_coded, _PLAIN),
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     **dict.fromkeys(_SEQUENCES, (_cuts_sequences, "sequence_parallel_size is not more than 1")),
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),

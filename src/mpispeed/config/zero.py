@@ -103,6 +103,11 @@ class ZeroOptimization(Section):
     zero_quantized_weights: bool = Field(False, description="Fetch parameters as 8-bit integers.")
     zero_quantized_nontrainable_weights: bool = Field(False, description="The same for parameters without gradient.")
     zero_quantized_gradients: bool = Field(False, description="Reduce gradients as small integers.")
+    zero_quantized_in_node: bool = Field(
+        False,
+        description="zero_quantized_weights and zero_quantized_gradients also among ranks of one node, where coding "
+        "costs more time than plain values.",
+    )
     zeropp_loco_param: LocoParam | None = Field(None, description="Error feedback of quantized gradients.")
     mics_shard_size: Integer = Field(-1, description="Ranks over which parameters are cut; -1 is all.")
     mics_hierarchical_params_gather: bool = Field(False, description="Fetch between nodes, then inside them.")

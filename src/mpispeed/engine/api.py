@@ -24,6 +24,7 @@ from mpispeed.engine.experts import check_groups
 from mpispeed.engine.hooks import Given, Setup
 from mpispeed.engine.ownership import register, release
 from mpispeed.engine.pipeline import PipelineEngine
+from mpispeed.mesh.device_paths import choose, connect
 from mpispeed.mesh.mesh import Mesh
 from mpispeed.nn.sync_norm import release_norms
 from mpispeed.nn.tensor.tensor_cut import forget_own_cuts
@@ -34,6 +35,7 @@ from mpispeed.plan.axes import choose_axes
 from mpispeed.plan.device import choose_device
 from mpispeed.plan.placements import ranks_per_node
 from mpispeed.plan.plan import Plan, make_plan
+from mpispeed.plan.sequence_axis import RING, SEQUENCE
 from mpispeed.plan.units import distinct_sizes
 from mpispeed.watchdog import start
 
@@ -109,13 +111,21 @@ def initialize(
     source = _shared_source(world, args, config if config is not None else config_params)
     loaded, plan = _resolve(world, source, model, (mpu, mesh_param), choose_device(world, model), optimizer)
     _adopt_local_rank(args, world.local_rank if plan.device.index is None else plan.device.index)
-    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    plan, mesh = _mesh_of(world, plan)
     has_optimizer = optimizer is not None or plan.optimizer_name is not None
     given = Given(training_data, collate_fn, mpu, loaded.warnings, has_optimizer)
     setup = Setup(None, plan, mesh, given)
     _transform(model, setup)
     engine = _make_engine(assemble(setup, model, optimizer, model_parameters, lr_scheduler), model)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _mesh_of(world: World, plan: Plan) -> tuple[Plan, Mesh]:
+    """The groups, and the plan with the ways of tensors between their ranks. Collective over: all ranks."""
+    plan = plan.with_paths(choose(world, plan.device))
+    mesh = Mesh(plan.topology(), world, reduction=plan.reduction)
+    connect(mesh, plan.device, plan.paths, messages=("pipe", SEQUENCE, RING))
+    return plan, mesh
 
 
 def _transform(model: nn.Module, setup: Setup) -> None:

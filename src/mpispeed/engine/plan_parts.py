@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from mpispeed.base import log as logs
@@ -17,26 +18,49 @@ from mpispeed.store.placement import Tier
 from mpispeed.store.transfers import all_gather_into
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
+    from mpispeed.sharding.param_shards import UnitGather
     from mpispeed.sharding.reducers import Reducer
     from mpispeed.store.layout import Table
+    from mpispeed.store.placement import Placement
     from mpispeed.store.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
+_NOT_ON_ONE_NODE = (
+    "zero_optimization.{} has no effect on one node: {} inside a node are not quantized, unless "
+    "zero_optimization.zero_quantized_in_node is true (environment variable MPISPEED_RANKS_PER_NODE says how many "
+    "ranks form a node)"
+)
 
 T = TypeVar("T", bound=ParamShards)
 
 
 def make_shards(kind: type[T], plan: Plan, mesh: Mesh, table: Table, tiers: Tiers) -> T:
     """Parameters and masters, empty still. Local."""
-    is_coded = plan.config.zero_optimization.zero_quantized_weights
-    gather = all_gather_quantized if is_coded else all_gather_into
+    gather = _coded_gather(plan) if plan.config.zero_optimization.zero_quantized_weights else all_gather_into
     return kind(table, mesh, gather=gather, tiers=tiers, collector=Collector(plan.collecting, tiers.device))
+
+
+def _coded_gather(plan: Plan) -> UnitGather:
+    """Gathers in codes where a group has ranks of several nodes, or the config asks for it; else plain ones."""
+    placed = plan.states.param
+    if not placed.is_replicated and not plan.takes_codes(placed.axes):
+        logs.once(log, logging.WARNING, _NOT_ON_ONE_NODE.format("zero_quantized_weights", "gathers"))
+    takes_codes = cache(plan.takes_codes)
+
+    def gather(
+        mesh: Mesh, out: torch.Tensor, shard: torch.Tensor, source: Placement, target: Placement, padded: int
+    ) -> None:
+        over = tuple(axis for axis in source.axes if axis not in target.axes)
+        (all_gather_quantized if takes_codes(over) else all_gather_into)(mesh, out, shard, source, target, padded)
+
+    return gather
 
 
 def make_sums(
@@ -75,12 +99,9 @@ def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
     zero = plan.config.zero_optimization
     if not zero.zero_quantized_gradients:
         return plain
-    if plan.placing.hops is None:
-        text = (
-            "zero_optimization.zero_quantized_gradients has no effect on one node: sums inside a node are not "
-            "quantized (environment variable MPISPEED_RANKS_PER_NODE says how many ranks form a node)"
-        )
-        logs.once(log, logging.WARNING, text)
+    hops = plan.placing.hops
+    if hops is None or not plan.takes_codes(hops):
+        logs.once(log, logging.WARNING, _NOT_ON_ONE_NODE.format("zero_quantized_gradients", "sums"))
         return plain
     if plan.placing.sum_hops is None:
         text = (
@@ -92,5 +113,9 @@ def choose_reducer(plan: Plan, model: nn.Module, table: Table) -> Reducer:
     loco = zero.zeropp_loco_param
     inner, outer = plan.placing.sum_hops
     return QuantizedReducer(
-        inner, outer, PlainReducer(), feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T)
+        inner,
+        outer,
+        PlainReducer(),
+        feedback=None if loco is None else lambda: Feedback(loco.err_beta, loco.reset_T),
+        codes_inner=plan.takes_codes(inner),
     )

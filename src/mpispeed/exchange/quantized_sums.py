@@ -1,8 +1,8 @@
 """Quantized sums of gradients, and the errors that ranks and nodes add to their next one (LoCo) in checkpoints.
 
-A parameter has a tensor with a row for each data rank, and where nodes have several ranks one with a row for each node,
-in the slots `gradient_error` and `node_gradient_error`. Copies of a parameter whose gradients add up (tied over stages,
-say) have rows of their own.
+Where ranks code their own gradients, a parameter has a tensor with a row for each data rank, in the slot
+`gradient_error`; where sums of nodes with several ranks are coded, one with a row for each node, in
+`node_gradient_error`. Copies of a parameter whose gradients add up (tied over stages, say) have rows of their own.
 
 The same rows go back to where they came from. Otherwise the sum is kept: with the errors e of a rank and s of a node,
 the next sums add `after * (sum(e) + sum(s)) / loss scale` to the mean gradient, where `after` is the factor behind sums
@@ -109,15 +109,17 @@ class QuantizedSums(ExchangeStrategy):
         return self.reducer.feedback_of(unit) if self.reducer.takes(unit, unit.states.wire) else None
 
     def hops(self, run: Run, unit: Unit) -> list[_Hop]:
-        """The hops after which rounding is left, as in `quantized_reduce_scatter`: the second only inside of nodes."""
+        """The coded hops, which leave rounding, as in `quantized_reduce_scatter`; in nodes of one rank it has one."""
         (inner, outer), mesh, padded = self.reducer.axes, self.mesh, unit.layout.padded
         ranks, nodes = mesh["data"].size, mesh[outer].size
         copy, copies = _copies(run, unit)
         piece = padded // ranks
         whole = Grid(piece, self.reducer.block, ranks)
         row = copy * ranks + mesh.index("data")
-        found = [_Hop("first", RANK_ERROR, row, copies * ranks, Span(0, padded), whole)]
-        if mesh[inner].size > 1:
+        found = []
+        if self.reducer.codes_inner or mesh[inner].size == 1:
+            found.append(_Hop("first", RANK_ERROR, row, copies * ranks, Span(0, padded), whole))
+        if mesh[inner].size > 1 and nodes > 1:
             part = own_span(mesh, Placement((inner,)), padded)
             grid = Grid(piece, self.reducer.block, nodes)
             found.append(_Hop("second", NODE_ERROR, copy * nodes + mesh.index(outer), copies * nodes, part, grid))
@@ -202,7 +204,7 @@ def read(exchange: QuantizedSums, loading: Loading) -> list[Sums]:
     """
     source, layout = loading.source, loading.run.layout
     saved, names = loading.optimizer.get(KEY), set(source.names())
-    stored = {name for name in names if RANK_ERROR in source.slots(name)}
+    stored = {name for name in names if {RANK_ERROR, NODE_ERROR}.intersection(source.slots(name))}
     if saved is None or not stored:
         level = logging.INFO if exchange.mesh.rank == 0 else logging.DEBUG
         log.log(level, "no errors of quantized gradients in %s: they begin at zero", source.path)
@@ -301,7 +303,7 @@ def _sums(
     entries: Iterable[Entry],
     factor: float,
 ) -> Sums:
-    """What each row becomes, on this rank's part of the unit. Errors of nodes go to ranks where nodes have none."""
+    """What each row becomes, on this rank's part of the unit. Errors of a hop that is not coded go to the other."""
     span, slots = (
         own_span(exchange.mesh, Placement(exchange.reducer.axes), unit.layout.padded),
         (RANK_ERROR, NODE_ERROR),
@@ -313,7 +315,8 @@ def _sums(
             out = totals[slot][common.shifted(-span.start).slice] if common.numel else totals[slot][:0]
             _read_total(source, layout, entry.name, slot, common.start - entry.offset, out)
     if len(hops) == 1:
-        totals[RANK_ERROR] += totals[NODE_ERROR]
+        own = hops[0].slot
+        totals[own] += totals[NODE_ERROR if own == RANK_ERROR else RANK_ERROR]
     made = (_checked(source, totals[hop.slot].mul_(factor / hop.rows), hop.slot, entries) for hop in hops)
     return Sums(unit, tuple(hops), tuple(made))
 

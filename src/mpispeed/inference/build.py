@@ -23,6 +23,7 @@ from mpispeed.inference.quantized import Quantizer, options_of
 from mpispeed.inference.slicing import slice_model
 from mpispeed.inference.streaming import stream_model
 from mpispeed.inference.weights import load_weights, save_sharded
+from mpispeed.mesh.device_paths import choose, connect
 from mpispeed.plan.device import choose_device
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def build(model: nn.Module, config: InferenceConfig, world: World) -> InferenceE
     _advise(config, device, is_first=world.rank == 0)
     section = config.tensor_parallel
     mesh = make_mesh(world, _tensor_size(section), **_given_groups(section))
+    connect(mesh, device, choose(world, device))
     parts = Parts(mesh, config, device)
     try:
         with world.comm.together(ConfigError):

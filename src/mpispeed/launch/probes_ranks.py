@@ -164,6 +164,8 @@ def judge_job(answer: Mapping[str, Any], place: Place, environ: Mapping[str, str
     yield from _judge_progress(answer["progress"], ranks)
     if answer["unseen"] is not None:
         yield _judge_shared(answer["unseen"])
+    if answer.get("ways") is not None:
+        yield judge_ways(answer["ways"])
 
 
 def _judge_library(ranks: Sequence[Mapping[str, Any]]) -> Finding:
@@ -189,6 +191,14 @@ def judge_world(ranks: Sequence[Mapping[str, Any]], place: Place, environ: Mappi
         cure = f"srun --ntasks={tasks}, or ask for fewer tasks"
         return Finding(AREA, "world", Verdict.WARN, f"{text}, of {tasks} tasks of the allocation", cure)
     return Finding(AREA, "world", Verdict.OK, f"{text}, as the launcher started them")
+
+
+def judge_ways(found: Mapping[str, Any]) -> Finding:
+    """The way of tensors of GPUs between ranks that a run would take."""
+    if "problem" in found:
+        cure = "runs stage these tensors in host memory where a way cannot be opened"
+        return Finding(AREA, "tensors of GPUs", Verdict.WARN, f"no way could be chosen: {found['problem']}", cure)
+    return Finding(AREA, "tensors of GPUs", Verdict.OK, "; ".join([found["choice"], *found["figures"]]))
 
 
 def judge_pmi(library: str, environ: Mapping[str, str]) -> Finding:

@@ -31,6 +31,12 @@ import json
 from mpispeed.native import status
 print(json.dumps([[c.name, c.is_usable, c.reason or c.purpose] for c in status.report()]))
 """
+_NCCL = """
+import json, torch
+from mpispeed.mesh.backends.nccl_library import library_for
+found = library_for(torch.device("cuda"))
+print(json.dumps(f"{found} at {found.path}"))
+"""
 _KERNELS = """
 import json
 from mpispeed.native.cuda import launcher
@@ -64,6 +70,9 @@ def _check_torch() -> Iterator[Finding]:
         names = ", ".join(found["gpus"])
         yield Finding(AREA, "GPU", Verdict.OK, f"{len(found['gpus'])} seen by torch: {names}")
         yield from _check_kernels()
+        said, reason = ask(["-c", _NCCL], seconds=SECONDS)
+        verdict = Verdict.OK if isinstance(said, str) else Verdict.INFO
+        yield Finding(AREA, "NCCL", verdict, said if isinstance(said, str) else f"none that can be used ({reason})")
     elif found["cuda"] is None:
         yield Finding(AREA, "GPU", Verdict.INFO, "no GPU for torch: it is built for the CPU only")
     else:

@@ -17,8 +17,9 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import AgreementError, MpispeedError, StoreError
 from mpispeed.mesh.collectives import verbs
 from mpispeed.mesh.collectives.group import Call, CommTrace, Group
+from mpispeed.mesh.collectives.transport import Posted
 from mpispeed.mesh.collectives.verbs import Message, Verb, check_peer
-from mpispeed.mesh.collectives.work import Label, Posted, Ready, Work, described, nap_until, stream_sync
+from mpispeed.mesh.collectives.work import Label, Ready, Work, described, nap_until, stream_sync
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.progress import Progress
@@ -44,8 +45,7 @@ class Comm:
     Attributes:
         group: members, limits, scratch, order of calls.
         transport: primitives without checks, which enter no trace.
-        rank: position of this rank in the group.
-        size: number of ranks.
+        rank, size: position of this rank in the group, and number of ranks.
         ranks: world ranks of the members.
         axes: names of the axes that the group is over.
         progress: the channel of started verbs; None: they run at once.
@@ -121,11 +121,15 @@ class Comm:
         """
         return Comm(self.group.of_members(members, name, axes, reduction=reduction))
 
+    def keeps_lead(self, device: torch.device) -> bool:
+        """True if verbs on tensors of `device` make the host wait for nothing, the same on all ranks of the group."""
+        return self.group.keeps_lead(device) and self.started.group.keeps_lead(device)
+
     def close(self) -> None:
         """Release the group and that of started verbs, whose channel has ended. Collective over: this group."""
         if self._started is not None:
             self._started.close()
-        self.transport.close()
+        self.group.close()
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, scale: float = 1.0) -> None:
         """Combine `x` of all ranks in place; `scale` multiplies the sum before it is rounded.
@@ -200,10 +204,7 @@ class Comm:
         verbs.RECV.carry_out(self.group, x, src, tag)
 
     def barrier(self) -> None:
-        """Return when all ranks have called.
-
-        Collective over: this group.
-        """
+        """Return when all ranks have called. Collective over: this group."""
         with Call(self.group, "barrier", 0):
             self.transport.library_barrier()
 

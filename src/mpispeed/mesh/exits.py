@@ -34,7 +34,7 @@ from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.collectives.transport import arrival
 from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.comm import Comm
-from mpispeed.mesh.ending import Ending
+from mpispeed.mesh.ending import Ending, prepare_abort
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +266,7 @@ class Exits:
         self._flush()
         show_recorder()
         time.sleep(HANDED_SECONDS)
+        prepare_abort()
         self._ending.abort(code)
 
     def _flush(self) -> None:

@@ -6,7 +6,7 @@ A `Topology` communicates nothing, and nothing in it grows with the number of ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, overload
@@ -177,6 +177,16 @@ class Topology:
         chosen = self.resolve(axes)
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in chosen)
 
+    def block_size(self, axes: Axes) -> int:
+        """The least B so that each group over `axes` lies in one of the blocks of B neighbours from rank 0 on.
+
+        Where nodes have equally many neighbouring ranks and there are several, all groups lie inside of nodes exactly
+        if B divides the ranks of a node.
+        """
+        chosen = self.resolve(axes)
+        rows = zip(self.names, self.sizes, self._strides(), strict=True)
+        return max((size * stride for name, size, stride in rows if name in chosen and size > 1), default=1)
+
     # -- ranks -----------------------------------------------------------------------------------------------
 
     def _strides(self) -> tuple[int, ...]:
@@ -283,6 +293,9 @@ class Mesh:
 
     `mesh["data"]` and `mesh["data", "model"]` are groups over these axes; axes of size 1 and `mesh[()]`
     give a group of this rank alone. The order in which axes are named does not matter.
+
+    Attributes:
+        prepare: called with each channel that is made, on all ranks; such as to open the ways of its groups.
     """
 
     def __init__(
@@ -321,6 +334,7 @@ class Mesh:
         self._indices: dict[str | Key, int] = {}
         self._solos: dict[Key, Comm] = {}
         self._progress: Progress | None = None
+        self.prepare: Callable[[Mesh], object] | None = None
         self._comms: dict[Key, Comm]
         if channel is not None:
             parent, self._progress = channel
@@ -358,6 +372,10 @@ class Mesh:
             self._solos[chosen] = self.world.alone(named, self.reduction, self.comm_trace, progress)
         return self._solos[chosen]
 
+    def groups(self) -> list[tuple[Key, Comm]]:
+        """All groups of several ranks with their fine axes, in the same order on all ranks."""
+        return list(self._comms.items())
+
     def index(self, axes: Axes) -> int:
         """Position of this rank in its group over `axes`."""
         named = axes if isinstance(axes, str) else tuple(axes)
@@ -379,7 +397,9 @@ class Mesh:
             raise TopologyError(msg)
         if name not in self._channels:
             channel = self, self.world.new_channel(name)
-            self._channels[name] = Mesh(self.topology, self.world, reduction=self.reduction, channel=channel)
+            made = self._channels[name] = Mesh(self.topology, self.world, reduction=self.reduction, channel=channel)
+            if self.prepare is not None:
+                self.prepare(made)
         return self._channels[name]
 
     def close(self) -> None:

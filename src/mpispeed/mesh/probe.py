@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import ConfigError
+from mpispeed.base.errors import ConfigError, MpispeedError
 from mpispeed.mesh import launcher
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ PINGS = 20
 LEAST_SECONDS = 0.03
 SLOW_SECONDS = 0.5
 SEEN_SECONDS = 5.0
+WAYS_SECONDS = 60.0
+
+UNFINISHED = {"problem": "the ranks ended, or were ended, while they tried"}
+"""Stands in the answer until ways have been tried, in case that a driver ends the process."""
 
 
 def main(words: list[str]) -> None:
@@ -41,7 +45,10 @@ def main(words: list[str]) -> None:
         return
     found = look_around(*words[2:])
     if found is not None:
-        Path(words[1]).write_text(json.dumps(found))
+        Path(words[1]).write_text(json.dumps(found | ({"ways": UNFINISHED} if _sees_gpus(found["ranks"]) else {})))
+    ways = _try_ways(found)
+    if found is not None and ways is not None:
+        Path(words[1]).write_text(json.dumps(found | {"ways": ways}))
 
 
 def look_around(findings: str = "", folder: str = "") -> dict[str, Any] | None:
@@ -68,6 +75,12 @@ def _answers_everywhere(ranks: list[dict[str, Any]]) -> bool:
     """True if the folder was usable on every node: a file system that hangs would hang all ranks here."""
     rows = [row for facts in ranks for row in facts["findings"] if (row["area"], row["name"]) == ("folder", "folder")]
     return all(row["verdict"] in ("ok", "info") for row in rows)
+
+
+def _sees_gpus(ranks: list[dict[str, Any]]) -> bool:
+    """True if torch sees a GPU on some node; its first rank has looked."""
+    rows = [row for facts in ranks for row in facts["findings"] if (row["area"], row["name"]) == ("software", "GPU")]
+    return any(row["verdict"] == "ok" for row in rows)
 
 
 def _own_facts(mpi: Any) -> dict[str, Any]:
@@ -241,6 +254,41 @@ def _find_unseen(mpi: Any, folder: str, leaders: list[int], hosts: list[str]) ->
     if world.Get_rank() == 0:
         mark.unlink(missing_ok=True)
     return [hosts[place] for place in leaders if not seen[place]]
+
+
+# -- tensors of GPUs between ranks ------------------------------------------------------------------------------------
+
+
+def _try_ways(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What `measure_ways` finds, if any node has a GPU. Collective over: all ranks of the job."""
+    from mpi4py import MPI
+
+    has_gpus = MPI.COMM_WORLD.bcast(None if found is None else _sees_gpus(found["ranks"]))
+    return measure_ways("cuda") if has_gpus else None
+
+
+def measure_ways(kind: str) -> dict[str, Any]:
+    """What a run would choose for tensors of devices of a kind, and from what, by this package's own verbs.
+
+    Collective over: all ranks of the job.
+    """
+    import torch
+
+    from mpispeed.mesh import device_paths
+    from mpispeed.mesh.backends import nccl
+    from mpispeed.mesh.world import start
+
+    nccl.OPEN_SECONDS = WAYS_SECONDS
+    world = start()
+    try:
+        with world.comm.together(MpispeedError):
+            module = torch.get_device_module(kind)
+            device = torch.device(kind, world.local_rank % module.device_count())
+            module.set_device(device)
+        choice = device_paths.choose(world, device)
+    except MpispeedError as error:  # on all ranks
+        return {"problem": str(error)}
+    return {"choice": str(choice), "figures": [str(trial) for trial in choice.figures]}
 
 
 # -- memory of a GPU -------------------------------------------------------------------------------------------------

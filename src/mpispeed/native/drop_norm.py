@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpispeed.native.columns import inner_dtype, vector
 from mpispeed.native.cuda import ops, philox
 from mpispeed.native.cuda.compiled import launch as compiled
+from mpispeed.native.face_kernels import faces
 from mpispeed.native.norm import check, launcher_for_rows, norm_backward, norm_reference
 from mpispeed.native.pass_kernels import Rows, drop_norm_pass
 from mpispeed.native.transformer import drop_backward, drop_reference
@@ -43,6 +45,10 @@ def bias_dropout_layer_norm(
     Raises:
         ValueError: shapes, dtypes or the ratio do not fit.
     """
+    if faces is not None and training and not torch.compiler.is_compiling():
+        at_once: tuple[Tensor, Tensor] | None = faces.drop_norm(x, x_bias, residual, weight, bias, ratio, eps, seed)
+        if at_once is not None:
+            return at_once
     check("bias_dropout_layer_norm", x, residual, weight, bias)
     check("bias_dropout_layer_norm", x, None, x_bias, None)
     philox.threshold(ratio)

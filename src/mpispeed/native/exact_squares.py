@@ -7,11 +7,12 @@ all that any number of tensors leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from mpispeed.base import device as devices
 from mpispeed.native import exact_sum
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
@@ -47,14 +48,40 @@ def square_partials(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     return found + square_partials_reference(slow, block=block) if slow else found
 
 
+class Started:
+    """Partials on their way from a device to the host."""
+
+    def __init__(self, found: Tensor, read: Callable[[Tensor], list[float]]) -> None:
+        self._host = devices.pinned(found.numel(), found.dtype).copy_(found, non_blocking=True)
+        self._arrived, self._read = devices.mark(found.device), read
+
+    def partials(self) -> list[float]:
+        """As `square_partials`. Waits for them, and for nothing that was queued later."""
+        self._arrived.synchronize()
+        return self._read(self._host)
+
+
+def start_square_partials(tensors: Sequence[Tensor], *, block: int) -> Started:
+    """`square_partials`; nothing waits until they are asked for.
+
+    Shapes: tensors at least one, flat and contiguous, on one device, of one float dtype.
+    """
+    launcher = for_tensor(tensors[0])
+    if launcher is not None and tensors[0].dtype in TAGS and block == TILE:
+        return Started(_limbs_by_kernel(launcher, tensors), partials_of)
+    return Started(_by_reference(tensors, block), exact_sum.doubles_of)
+
+
 @torch.no_grad()
 def square_partials_reference(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     """The same in torch: the lists may differ, their exact sums do not."""
-    if not tensors:
-        return []
+    return exact_sum.doubles_of(_by_reference(tensors, block)) if tensors else []
+
+
+def _by_reference(tensors: Sequence[Tensor], block: int) -> Tensor:
     limbs = torch.zeros(exact_sum.LIMBS, dtype=torch.int64, device=tensors[0].device)
     _add_by_reference(limbs, tensors, block)
-    return exact_sum.doubles_of(limbs)
+    return limbs
 
 
 @torch.no_grad()
@@ -74,6 +101,7 @@ def add_squares(limbs: Tensor, tensors: Sequence[Tensor], *, block: int) -> None
     _add_by_reference(limbs, [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE], block)
 
 
+@torch.no_grad()
 def _add_by_reference(limbs: Tensor, tensors: Sequence[Tensor], block: int) -> None:
     step = max(SPAN // block, 1) * block
     for x in tensors:

@@ -14,7 +14,7 @@ from mpispeed.native.status import check_tensors, check_threads, is_same_memory,
 
 _MOST_PARTS = 65536
 _LANES = 16
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 # (dtype of the parts, dtype of out) for which a compiled loop exists
 _SUM_LOOPS = {
     (torch.float32, torch.float32),
@@ -26,7 +26,7 @@ _SUM_LOOPS = {
     (torch.float16, torch.float32),
     (torch.float64, torch.float64),
 }
-_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "prod": torch.mul,
     "min": torch.minimum,
@@ -92,8 +92,8 @@ def tree_reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
         ValueError: `op` is unknown, there are no parts, or lengths, layouts or overlaps do not fit.
         TypeError: dtypes differ, complex numbers are to be ordered, or bits of floats combined.
     """
-    if op not in _PAIRWISE:
-        msg = f"tree_reduce: unknown op {op!r}; use one of {', '.join(_PAIRWISE)}"
+    if op not in PAIRWISE:
+        msg = f"tree_reduce: unknown op {op!r}; use one of {', '.join(PAIRWISE)}"
         raise ValueError(msg)
     if op == "sum":
         tree_sum(out, parts)
@@ -132,10 +132,10 @@ def _check_parts(where: str, out: Tensor, parts: Sequence[Tensor]) -> int:
 def _run_reference(out: Tensor, parts: Sequence[Tensor], op: str, scale: float) -> None:
     flat = [x.detach().view(-1) for x in parts]
     flat_out = out.detach().view(-1)
-    join = _PAIRWISE[op]
+    join = PAIRWISE[op]
     for begin in range(0, out.numel(), REFERENCE_SPAN):
         cut = slice(begin, begin + REFERENCE_SPAN)
-        level = [x[cut].float() if x.dtype in _HALF_DTYPES else x[cut] for x in flat]
+        level = [x[cut].float() if x.dtype in HALF_DTYPES else x[cut] for x in flat]
         while len(level) > 1:
             odd = level[len(level) - len(level) % 2 :]
             level = [join(a, b) for a, b in zip(level[0::2], level[1::2], strict=False)] + odd

@@ -18,6 +18,7 @@ from torch import Tensor
 from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.compiled import launch as compiled
+from mpispeed.native.face_kernels import faces
 
 _THREADS = 128  # of a block that has several rows
 _LONG_THREADS = 512
@@ -64,6 +65,10 @@ def masked_softmax(
     Raises:
         ValueError: dims, dtype, mask or ratio do not fit.
     """
+    if mask is None and faces is not None and not (training and ratio) and not torch.compiler.is_compiling():
+        at_once: Tensor | None = faces.softmax(scores, scale, is_causal)
+        if at_once is not None:
+            return at_once
     if not scores.is_floating_point() or not 1 < scores.dim() <= _SCORE_DIMS:
         msg = (
             f"scores are {scores.dtype} of shape {tuple(scores.shape)}; expected 2 to 4 dims of floating point numbers"
@@ -251,17 +256,32 @@ def _prepared_launch(
     mask, kind, strides = masking
     wide = 16 // x.element_size()
     is_fitting = mask is not None and mask.data_ptr() % (wide * mask.element_size()) == 0
-    is_aligned = compiled.are_aligned(x, *others)
+    return _kept_launch(running, stem, x, (kind, strides, is_fitting), how, compiled.are_aligned(x, *others))
+
+
+def _plain_launch(
+    running: launcher.Launcher, x: Tensor, stem: str, scale: float, is_causal: bool, is_aligned: bool
+) -> launcher.Prepared:
+    """The launch without mask and dropout."""
+    return _kept_launch(running, stem, x, (0, (0, 0, 0), False), (scale, is_causal, 0.0, False), is_aligned)
+
+
+def _kept_launch(
+    running: launcher.Launcher, stem: str, x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How,
+    is_aligned: bool,
+) -> launcher.Prepared:  # fmt: skip
+    kind, strides, is_fitting = masking
     key = (stem, x.shape, x.dtype, kind, strides, is_fitting, is_aligned, how)
     found: launcher.Prepared | None = running.kept.get(key)
     if found is None:
-        terms = _terms(x, (kind, strides, is_fitting), how)
-        name, grid, threads = _shape_of_launch(stem, x, is_aligned, how[2])
+        is_wide = x.shape[-1] * x.element_size() % 16 == 0 and is_aligned
+        terms = _terms(x, masking, how, is_wide)
+        name, grid, threads = _shape_of_launch(stem, x, is_wide, how[2])
         found = launcher.keep(running, key, running.prepare(name, grid, threads, terms, 0, _SEED_AT))
     return found
 
 
-def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How) -> bytes:
+def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How, is_wide: bool) -> bytes:
     """The structure SoftmaxTerms for scores, or probabilities, of this shape and dtype."""
     shape, wide = x.shape, 16 // x.element_size()
     heads = shape[1] if len(shape) == _SCORE_DIMS else 1
@@ -269,36 +289,45 @@ def _terms(x: Tensor, masking: tuple[int, tuple[int, ...], bool], how: _How) -> 
         heads = shape[0] if len(shape) == _SCORE_DIMS - 1 else 1
     kind, strides, fits = masking
     scale, is_causal, ratio, by_place = how
-    words = (shape[:-1].numel(), shape[-1], *_divisor(shape[-2]), *_divisor(heads), _lane_bits(shape[-1]), kind)
+    lane_bits = _lane_bits(shape[-1], _share(x, is_wide))
+    words = (shape[:-1].numel(), shape[-1], *_divisor(shape[-2]), *_divisor(heads), lane_bits, kind)
     flags = (fits and not any(stride % wide for stride in strides), is_causal, philox.threshold(ratio))
     return struct.pack("4Q13I2fI", *strides, 0, *words, *flags, scale, 1.0 / (1.0 - ratio), by_place)
 
 
 def _divisor(by: int) -> tuple[int, int, int]:
-    """The structure Divisor: n // by == (2 * n * factor >> 32) >> shift for n below 2^31."""
+    """The structure QuickDivisor: n // by == (2 * n * factor >> 32) >> shift for n below 2^31."""
     shift = (by - 1).bit_length()
     return by, -(-(1 << 31 + shift) // by), shift
 
 
-def _lane_bits(columns: int) -> int:
-    share = 8 if columns <= _SHORT else 16
+def _share(x: Tensor, is_wide: bool) -> int:
+    """Elements of a row for each lane; 16-bit numbers of whole packets take half the instructions in shares of 16."""
+    return 8 if x.shape[-1] <= _SHORT and (not is_wide or x.element_size() > 2) else 16
+
+
+def _lane_bits(columns: int, share: int) -> int:
     return min(5, (-(-columns // share) - 1).bit_length())
 
 
-def _shape_of_launch(stem: str, x: Tensor, is_aligned: bool, ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
-    """Kernel, grid and threads for rows of this length, of tensors that begin at multiples of 16 bytes or not."""
+def _shape_of_launch(stem: str, x: Tensor, is_wide: bool, ratio: float) -> tuple[str, launcher.Size, launcher.Size]:
+    """Kernel, grid and threads for rows of this length, of whole packets at multiples of 16 bytes or not."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    is_wide = columns % (16 // x.element_size()) == 0 and is_aligned
-    threads, blocks = _THREADS, rows
+    threads, blocks, share = _THREADS, rows, _share(x, is_wide)
     if columns <= (_MIDDLE if is_wide else _SHORT):
-        kind = "8" if columns <= _SHORT else "16"
-        blocks = -(-rows // (_THREADS >> _lane_bits(columns)))
+        kind = str(share)
+        blocks = -(-rows // (_THREADS >> _lane_bits(columns, share)))
     elif columns <= _BLOCK:
-        kind, threads = "block", -(-columns // 256) * 32
+        each = 16 if is_wide and x.element_size() == 2 else 8
+        kind, threads = "block", -(-columns // (32 * each)) * 32
     else:
         kind, threads = "long", _LONG_THREADS
     name = f"{stem}_{'drop_' if ratio else ''}{'' if is_wide else 'single_'}{kind}_{TAGS[x.dtype]}"
     return name, (blocks, 1, 1), (threads, 1, 1)
+
+
+if faces is not None:
+    faces.prepare_softmax = _plain_launch
 
 
 # ---- operators --------------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from mpispeed.native.cuda import launcher, ops, philox
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.compiled import launch as compiled
 from mpispeed.native.cuda.launcher import Launcher
+from mpispeed.native.face_kernels import faces
 from mpispeed.native.pass_kernels import Rows, drop_backward_pass, drop_pass, drop_terms, gelu_backward_pass, gelu_pass
 
 _TWO_U, _TWO_U3 = 1.5957691216057308, 0.07135481627159628  # 2 sqrt(2 / pi), and times 0.044715
 
+_FORMS = {"tanh": "tanh", "none": "exact"}  # as kernels call them
 Form = Literal["tanh", "none"]
 """As in `torch.nn.functional.gelu`."""
 
@@ -35,8 +37,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Form = "tanh") -> Ten
     Raises:
         ValueError: shapes, dtypes or the form do not fit. Within `torch.autocast` the bias comes in x's dtype.
     """
+    if faces is not None and approximate in _FORMS and not torch.compiler.is_compiling():
+        at_once: Tensor | None = faces.gelu(x, bias, _FORMS[approximate])
+        if at_once is not None:
+            return at_once
     _check("bias_gelu", x, bias)
-    if approximate not in ("tanh", "none"):
+    if approximate not in _FORMS:
         msg = f'bias_gelu: approximate is {approximate!r}; expected "tanh" or "none"'
         raise ValueError(msg)
     y: Tensor = _gelu(x, bias, approximate == "none")
@@ -70,6 +76,10 @@ def bias_dropout_residual(
     Raises:
         ValueError: shapes, dtypes or the ratio do not fit.
     """
+    if faces is not None and training and not torch.compiler.is_compiling():
+        at_once: Tensor | None = faces.drop(x, bias, residual, ratio, seed)
+        if at_once is not None:
+            return at_once
     _check("bias_dropout_residual", x, bias)
     ops.check_one_dtype("bias_dropout_residual", x, residual=residual)
     if residual.shape != x.shape:

@@ -9,8 +9,6 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.units import format_ranks
-from mpispeed.mesh.collectives.device_collectives import POINTERS, takes_pointers
 from mpispeed.mesh.comm import agree_by_texts, together
 
 if TYPE_CHECKING:
@@ -32,16 +30,11 @@ def choose_device(world: World, model: nn.Module) -> torch.device:
     """
     with together(agree_by_texts(world.comm.gather_objects), ConfigError):
         device = _usable_device(world.local_rank, model)
-        own = device.type, takes_pointers()
-    found = world.comm.gather_objects(own)
-    kinds = {kind: rank for rank, (kind, _) in reversed(list(enumerate(found)))}
+    found = world.comm.gather_objects(device.type)
+    kinds = {kind: rank for rank, kind in reversed(list(enumerate(found)))}
     if len(kinds) > 1:
         shown = ", ".join(f"rank {rank} {kind}" for kind, rank in sorted(kinds.items(), key=lambda item: item[1]))
         msg = f"ranks would compute on different kinds of devices ({shown}); set {VARIABLE} to one of them on all ranks"
-        raise ConfigError(msg)
-    if len({pointers for _, pointers in found}) > 1:
-        which = format_ranks([rank for rank, (_, pointers) in enumerate(found) if pointers])
-        msg = f"{POINTERS} is 1 on {which} only; messages would not match. Set it on all ranks or on none"
         raise ConfigError(msg)
     if device.type != "cpu":
         devices.module_of(device).set_device(device)

@@ -258,8 +258,9 @@ def _place_over_all(zero: ZeroOptimization, data: int, ranks_per_node: int) -> P
         factor = Factor(INNER, second, f"{_Z}.zero_hpz_partition_size", rest=OUTER)
     elif zero.zero_quantized_gradients:
         node = _node_of("zero_quantized_gradients", ranks_per_node)
-        if data <= node:
+        if data <= node and not zero.zero_quantized_in_node:
             return Placing(states)
+        node = min(node, data)
         if data % node:
             msg = (
                 f"{_Z}.zero_quantized_gradients needs full nodes: {data} ranks are no multiple of {node} ranks per "
@@ -272,7 +273,8 @@ def _place_over_all(zero: ZeroOptimization, data: int, ranks_per_node: int) -> P
     nested = Placement((INNER, OUTER))
     moved = {name: nested for name in ("param", "grad", "master") if not getattr(states, name).is_replicated}
     states = replace(states, second=Placement((INNER,)) if second > 1 else None, **moved)
-    hops = (INNER, OUTER) if zero.zero_quantized_gradients and factor.size < data else None
+    is_hopping = factor.size < data or (zero.zero_quantized_in_node and data > 1)
+    hops = (INNER, OUTER) if zero.zero_quantized_gradients and is_hopping else None
     return Placing(states, (factor,), hops)
 
 

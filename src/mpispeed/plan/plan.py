@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from mpispeed.config.root import Config
-    from mpispeed.mesh.mesh import Topology
+    from mpispeed.mesh.mesh import Axes, Topology
 
 UNIT_ELEMENTS_MAX = 2**31 - 1
 
@@ -77,6 +78,7 @@ class Plan:
     batch: Batch
     stage: int
     placing: Placing
+    ranks_per_node: int
     policy: Policy
     gradient_clipping: float
     is_prescaled: bool
@@ -88,6 +90,7 @@ class Plan:
     optimizer_name: str | None
     optimizer_params: dict[str, Any]
     device: torch.device
+    paths: Choice = NOTHING
 
     @property
     def states(self) -> States:
@@ -157,6 +160,33 @@ class Plan:
         """`axes`, divided as the placements need."""
         return self.placing.topology(self.axes)
 
+    def is_in_node(self, axes: Axes) -> bool:
+        """True if every group over `axes` lies on one node; False where nodes have different numbers of ranks."""
+        if self.world_size <= self.ranks_per_node:
+            return True
+        return self.ranks_per_node > 0 and self.ranks_per_node % self.topology().block_size(axes) == 0
+
+    def takes_codes(self, axes: Axes) -> bool:
+        """True if groups over `axes` may send the codes of ZeRO++: those of one node only if the config asks for it.
+
+        Inside of a node plain values travel faster than they are coded.
+        """
+        return self.config.zero_optimization.zero_quantized_in_node or not self.is_in_node(axes)
+
+    def _coded(self) -> str:
+        """What ZeRO++ codes, in words; empty where the config asks for no codes."""
+        zero, said = self.config.zero_optimization, []
+        if zero.zero_quantized_weights and not self.states.param.is_replicated:
+            is_coded = self.takes_codes(self.states.param.axes)
+            said.append("weights in 8 bits" if is_coded else "weights plain on one node")
+        if zero.zero_quantized_gradients:
+            hops = self.placing.sum_hops
+            if hops is None or not self.takes_codes(hops):
+                said.append("gradients plain on one node" if self.is_in_node("data") else "gradients plain")
+            else:
+                said.append("gradients in 4 bits" + (" between nodes" if not self.takes_codes(hops[0]) else ""))
+        return ", ".join(said)
+
     def _divided(self) -> str:
         names = [factor.name for factor in self.placing.factors]
         sizes = [f"{name} {self.topology().group_size(name)}" for name in names]
@@ -171,6 +201,10 @@ class Plan:
     def with_batch(self, batch: Batch) -> Plan:
         """The same plan with another batch."""
         return dataclasses.replace(self, batch=batch)
+
+    def with_paths(self, paths: Choice) -> Plan:
+        """The same plan with the ways that tensors of the device take between ranks."""
+        return dataclasses.replace(self, paths=paths)
 
     def with_distinct(self, sizes: Iterable[int]) -> Plan:
         """The same plan for groups of neighbours on the data axis whose ranks have parameters of their own.
@@ -196,8 +230,10 @@ class Plan:
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
+            *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),
             *([("device", str(self.device))] if self.device.type != "cpu" else []),
+            *([("tensors", self.paths.describe())] if self.device.type != "cpu" and self.world_size > 1 else []),
             *([("curriculum", self._growth())] if self.config.curriculum_learning.enabled else []),
         ]
 
@@ -234,7 +270,8 @@ def make_plan(
     sequence = SequenceAxis(size, config.sequence_parallel.ring_size)
     data, ranks = axes["data"], _batch_ranks(config, axes, sequence)
     zero = config.zero_optimization
-    optimizer, node = config.optimizer, _data_per_node(axes, world_size if ranks_per_node is None else ranks_per_node)
+    optimizer, neighbours = config.optimizer, world_size if ranks_per_node is None else ranks_per_node
+    node = _data_per_node(axes, neighbours)
     _check_device(config, device)
     name = ((optimizer.type if optimizer else "") or "").lower() if optimizer_kind is None else optimizer_kind
     return Plan(
@@ -254,6 +291,7 @@ def make_plan(
             ).with_sequence(sequence),
             data_per_node=node,
         ),
+        ranks_per_node=neighbours,
         policy=_policy(config, sequence, model_dtype),
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from mpispeed.mesh import recorder as recorders
+from mpispeed.mesh.collectives.transport import Posted
 from mpispeed.mesh.collectives.verbs import check_tag
-from mpispeed.mesh.collectives.work import Posted, Work, in_this_mode
+from mpispeed.mesh.collectives.work import Work, in_this_mode
 from mpispeed.mesh.comm import await_posted
 from mpispeed.process_group import layouts
 from mpispeed.process_group.carrier import Carrier, Tensors, one

@@ -11,18 +11,21 @@ from mpispeed.base.errors import StoreError
 from mpispeed.mesh.comm import text_of
 from mpispeed.native import exact_squares, exact_sum
 from mpispeed.native.reduce import square_partials
+from mpispeed.sharding.arrivals import Arrivals, fetch, start_fetch
 from mpispeed.store.arena import Arena
 from mpispeed.store.layout import BLOCK
-from mpispeed.store.stored_tensor import SwappedTensor
+from mpispeed.store.stored_tensor import SwappedTensor, last_bytes, widen
 from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.store.transfers import own_share, own_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
+    from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Span, Table, Unit
-    from mpispeed.store.stored_tensor import Carried, StoredTensor
+    from mpispeed.store.stored_tensor import Carried, Lease, StoredTensor
 
 WRITES_BEHIND = 2
 """Units whose gradients may be on their way to disk while others are summed."""
@@ -32,11 +35,13 @@ class GradShards:
     """One accumulator per unit, replicated or sharded, in memory or in a swap file.
 
     A swapped one is replaced by a buffer while its unit is summed. Errors of the disk are kept for `drain`: sums go on
-    meanwhile, because other ranks take part in them.
+    meanwhile, because other ranks take part in them. Gradients that come from a device to the host alone are not waited
+    for before they are read, and rest in their own dtype (`Arrivals`).
 
     Attributes:
         is_local: gradients are this rank's own and rest whole: nothing sums them, and all of them is looked at. Set by
             the `UnitExchange` that leaves them so.
+        pins: buffers in host memory are page-locked, where this process computes on a device.
     """
 
     def __init__(self, table: Table, mesh: Mesh, *, tiers: Tiers = IN_MEMORY, arena: Arena | None = None) -> None:
@@ -52,6 +57,8 @@ class GradShards:
         self.table, self.mesh = table, mesh
         self.arena = Arena(tiers.device) if arena is None else arena
         self.is_local = False
+        self.pins = tiers.plan.pins_states or tiers.pins(GRAD)
+        self._arrivals = Arrivals()
         self._behind = WRITES_BEHIND if tiers.plan.writes_behind else 0
         self._tensors = [
             tiers.zeros(
@@ -83,13 +90,23 @@ class GradShards:
         """
         stored = self._tensors[unit.index]
         if not isinstance(stored, SwappedTensor):
+            if not reads:
+                self._arrivals.drop(unit.index)
             return self.reduced(unit)
-        self._take_back(unit.index)
-        buffer = self._buffers[unit.index] = self.arena.take(self._longest[stored.dtype], stored.dtype, on_host=True)
-        values = buffer[: stored.numel]
-        if reads:
-            self._await(stored.start_get(values))
+        values = self._buffer(unit, stored)
+        resting = self._arrivals.resting(unit.index, stored)
+        if reads and isinstance(resting, SwappedTensor):
+            self._await(resting.start_get(last_bytes(values, resting.dtype)))
+            widen(values, resting.dtype)
+        self._arrivals.drop(unit.index)
         return values
+
+    def _buffer(self, unit: Unit, stored: SwappedTensor) -> torch.Tensor:
+        """A buffer instead of a swapped accumulator. Shapes: as `stored`."""
+        self._take_back(unit.index)
+        buffer = self.arena.take(self._longest[stored.dtype], stored.dtype, on_host=True, pin=self.pins)
+        self._buffers[unit.index] = buffer
+        return buffer[: stored.numel]
 
     def end(self, unit: Unit, target: torch.Tensor, *, squares: bool) -> None:
         """Take back what `begin` gave; a last sum is squared while it is in memory."""
@@ -99,9 +116,40 @@ class GradShards:
         self._squares.pop(unit.index, None)
         if squares:
             self.square(unit, target)
-        self._writes[unit.index] = stored.start_put(target)
+        self._write(unit.index, stored, target)
+
+    def _write(self, index: int, stored: SwappedTensor, values: torch.Tensor) -> None:
+        self._writes[index] = stored.start_put(values)
         while len(self._writes) > self._behind:
             self._take_back(next(iter(self._writes)))
+
+    def is_across(self, unit: Unit, values: torch.Tensor) -> bool:
+        """True if `bring` takes these values: they are on a device, and the accumulator of the unit is not."""
+        return not unit.states.grad.is_replicated and self._arrivals.takes(self._tensors[unit.index], values)
+
+    def beside(self, device: torch.device) -> AbstractContextManager[None]:
+        """Context in which copies to the host are queued beside the work of the device."""
+        return self._arrivals.beside(device)
+
+    def bring(self, comm: Comm, unit: Unit, values: torch.Tensor, *, squares: bool) -> None:
+        """Set the accumulator of a unit to the whole sum, which `is_across`, in the dtype in which that is.
+
+        Not blocking where host memory is page-locked, until gradients are read. A last sum is squared on its device.
+
+        Collective over: `comm`, which is this rank alone.
+        Shapes: values [target_span(unit).numel].
+        """
+        stored, index = self._tensors[unit.index], unit.index
+        self._squares.pop(index, None)
+        place = self._arrivals.begin(index, stored, values.dtype)
+        if squares:
+            self._arrivals.square(index, self._own(unit, values))
+        if isinstance(stored, SwappedTensor) and isinstance(place, SwappedTensor):
+            buffer = last_bytes(self._buffer(unit, stored), values.dtype)
+            fetch(comm, buffer, values)
+            self._write(index, place, buffer)
+        else:
+            self._arrivals.note(index, start_fetch(comm, place.get(), values))
 
     def copied(self, unit: Unit) -> torch.Tensor:
         """A copy of the tensor that `begin` returns. Shapes: [target_span(unit).numel]."""
@@ -143,9 +191,11 @@ class GradShards:
     def _square_swapped(self) -> None:
         """Square swapped gradients without a square, so that `square_limbs` reads nothing that can fail."""
         for unit, stored in zip(self.table.units, self._tensors, strict=True):
-            if stored.is_swapped and unit.index not in self._squares and not self._problem:
+            is_known = unit.index in self._squares or self._arrivals.has_squares(unit.index)
+            if stored.is_swapped and not is_known and not self._problem:
                 try:
-                    self._squares[unit.index] = self._square(unit, stored.get(), threads=1)
+                    values = self._arrivals.resting(unit.index, stored).get()
+                    self._squares[unit.index] = self._square(unit, values, threads=1)
                 except Exception as error:
                     self._problem = text_of(error)
 
@@ -164,21 +214,39 @@ class GradShards:
 
         Shapes: [target_span(unit).numel].
         """
-        accumulator = self._tensors[unit.index].get()
+        accumulator = self._arrivals.wide(unit.index, self._tensors[unit.index])
         return accumulator[self.target_span(unit).slice] if unit.states.grad.is_replicated else accumulator
 
     def put_reduced(self, unit: Unit, values: torch.Tensor) -> None:
         """Set gradients; copies nothing if `values` are what `reduced` returned from memory."""
         if not unit.states.grad.is_replicated:
+            self._arrivals.drop(unit.index)
             self._tensors[unit.index].put(values)
         elif values.data_ptr() != self.reduced(unit).data_ptr():
             self.reduced(unit).copy_(values)
         self._squares.pop(unit.index, None)
 
     def stored(self, unit: Unit) -> tuple[StoredTensor, int]:
-        """The stored tensor of the gradients, and the offset of the range that this rank updates."""
+        """The stored tensor of the gradients, and the offset of the range that this rank updates.
+
+        It may be of a narrower dtype than the accumulator. Waits for those of this unit that come from a device.
+        """
         own = own_span(self.mesh, unit.states.master, unit.layout.padded)
-        return self._tensors[unit.index], own.start if unit.states.grad.is_replicated else 0
+        stored = self._arrivals.resting(unit.index, self._tensors[unit.index])
+        return stored, own.start if unit.states.grad.is_replicated else 0
+
+    def lend(self, unit: Unit, start: int, stop: int, home: torch.device) -> Lease:
+        """Lease elements of the range that this rank updates.
+
+        Where `home` is the host, and they rest on a device, they start to travel at once. Not blocking, except as
+        `stored`.
+        """
+        stored, at = self.stored(unit)
+        return self._arrivals.lend(unit.index, stored, at + start, at + stop, home)
+
+    def note_rounded(self, unit: Unit, dtype: torch.dtype) -> None:
+        """Gradients of a unit are values of `dtype`, whatever they rest in, until they are given to somebody."""
+        self._arrivals.note_rounded(unit.index, dtype)
 
     def square_limbs(self, units: Iterable[Unit], *, threads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The exact sum of squares of the gradients for which this rank alone counts: on the host, and on the device.
@@ -191,9 +259,11 @@ class GradShards:
         far: list[torch.Tensor] = []
         for unit in units:
             known = self._squares.get(unit.index)
+            if known is None:
+                known = self._arrivals.squares(unit.index)
             if known is not None:
                 near += known
-            elif is_on_device(values := self.reduced(unit)):
+            elif is_on_device(values := self._resting(unit)):
                 far.append(self._own(unit, values))
             else:
                 near += self._square(unit, values, threads=threads)
@@ -203,6 +273,11 @@ class GradShards:
             exact_squares.add_squares(limbs, far, block=BLOCK)
             exact_sum.carry(limbs)
         return exact_sum.limbs_of(near), limbs
+
+    def _resting(self, unit: Unit) -> torch.Tensor:
+        """As `reduced`, in the dtype in which they rest."""
+        stored = self._arrivals.resting(unit.index, self._tensors[unit.index])
+        return stored.get()[self.target_span(unit).slice] if unit.states.grad.is_replicated else stored.get()
 
     def _square(self, unit: Unit, values: torch.Tensor, *, threads: int) -> list[float]:
         return square_partials(self._own(unit, values), block=BLOCK, threads=threads)
@@ -216,6 +291,7 @@ class GradShards:
     def forget_squares(self) -> None:
         """Drop the squares, because gradients begin anew."""
         self._squares.clear()
+        self._arrivals.forget()
 
     @property
     def rest_bytes(self) -> int:
@@ -269,7 +345,7 @@ def sum_squares(
 def sum_apart(mesh: Mesh, far: torch.Tensor, notes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
     """The limbs of a device, summed over the ranks where they are, and the sums of notes, by a message of the hosts.
 
-    Nothing waits for the device on one rank.
+    Nothing waits for the device where groups keep the lead of the host (`Comm.keeps_lead`).
 
     Collective over: all ranks.
     """

@@ -99,14 +99,26 @@ class QuantizedReducer(Listener):
 
     Units of vectors alone (norms, biases), fp64 units, and units sharded over other axes are summed as they are.
 
+    Attributes:
+        axes: `inner` and `outer`.
+        block: elements with one scale.
+        codes_inner: the first hop is coded too; else only the second.
+
     Source: ZeRO++ (arXiv 2306.10209), qgZ.
     """
 
     def __init__(
-        self, inner: str, outer: str, plain: Reducer, *, block: int = BLOCK, feedback: Callable[[], Feedback] | None
+        self,
+        inner: str,
+        outer: str,
+        plain: Reducer,
+        *,
+        block: int = BLOCK,
+        feedback: Callable[[], Feedback] | None,
+        codes_inner: bool = True,
     ) -> None:
         """Args: `plain` reduces units that are not quantized; `feedback` makes the error feedback of one unit."""
-        self.axes, self._plain, self.block = (inner, outer), plain, block
+        self.axes, self._plain, self.block, self.codes_inner = (inner, outer), plain, block, codes_inner
         self._make_feedback = feedback
         self._feedbacks: dict[int, Feedback] = {}
 
@@ -153,7 +165,9 @@ class QuantizedReducer(Listener):
                 hole.slice
             ].zero_()  # an overflow has made whole blocks NaN, and accumulators that rest whole keep that
         (inner, outer), kept = (mesh[axis] for axis in self.axes), self.feedback_of(unit)
-        quantized_reduce_scatter(inner, outer, target, wire, block=self.block, scale=scale, feedback=kept)
+        quantized_reduce_scatter(
+            inner, outer, target, wire, block=self.block, scale=scale, feedback=kept, codes_inner=self.codes_inner
+        )
 
     def adjust(self, factor: float, *, is_overflow: bool) -> None:
         """Forget errors after an overflow; otherwise scale them with the loss."""

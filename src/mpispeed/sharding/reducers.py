@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.sharding.arrivals import fetch
 from mpispeed.store.transfers import reduce_into
 
 if TYPE_CHECKING:
@@ -404,7 +405,43 @@ class SumGradients:
             shards.end(unit, target, squares=True)
             return
         before, after = self.averaging.before, 1.0 if unit.states.last_sum else self.averaging.after
-        wire = _scaled(bucket, before, unit.states.wire, arena)
+        is_own, wire_dtype = self._is_own(unit, reduction, after), unit.states.wire
+        if is_own and bucket.dtype == wire_dtype and shards.is_across(unit, bucket):
+            with shards.beside(bucket.device):
+                wire = _scaled(bucket, before, wire_dtype, arena)
+                self._bring(unit, wire, adds=reduction.adds, squares=squares)
+                arena.give(bucket)
+            return
+        wire = _scaled(bucket, before, wire_dtype, arena)
+        self._sum(unit, reduction, wire, after, squares=squares)
+        if is_own and not reduction.adds:
+            shards.note_rounded(unit, wire.dtype)
+        if wire is not bucket:
+            arena.give(wire)
+        if not unit.states.grad.is_replicated:
+            arena.give(bucket)
+
+    def _is_own(self, unit: Unit, reduction: Reduction, after: float) -> bool:
+        """True if the sum is what this rank has, unchanged."""
+        is_plain = type(self.reducer) is PlainReducer and after == 1.0
+        has_more = bool(unit.states.last_sum) or reduction.carried is not None
+        return is_plain and not has_more and self._channel[unit.states.each_sum].size == 1
+
+    def _bring(self, unit: Unit, wire: torch.Tensor, *, adds: bool, squares: bool) -> None:
+        """Take own gradients of a device over into host memory; what crosses is in their own dtype."""
+        shards, comm = self._shards, self._channel[unit.states.each_sum]
+        if not adds:
+            shards.bring(comm, unit, wire, squares=squares)
+            return
+        target = shards.begin(unit, reads=True)
+        part = shards.arena.take(wire.numel(), wire.dtype, on_host=True, pin=shards.pins)
+        fetch(comm, part, wire)
+        target.add_(part)
+        shards.arena.give(part)
+        shards.end(unit, target, squares=squares)
+
+    def _sum(self, unit: Unit, reduction: Reduction, wire: torch.Tensor, after: float, *, squares: bool) -> None:
+        shards, arena = self._shards, self._shards.arena
         target = shards.begin(unit, reads=reduction.adds)
         if reduction.adds:
             wide = torch.promote_types(target.dtype, wire.dtype)
@@ -417,10 +454,6 @@ class SumGradients:
         if reduction.completes:
             self._complete(unit, target, reduction.carried)
         shards.end(unit, target, squares=squares)
-        if wire is not bucket:
-            arena.give(wire)
-        if not unit.states.grad.is_replicated:
-            arena.give(bucket)
 
     def _complete(self, unit: Unit, target: torch.Tensor, carried: torch.Tensor | None) -> None:
         """Sum over the axes along which ranks hold equal ranges, in the accumulator's own dtype."""

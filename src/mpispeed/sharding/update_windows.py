@@ -17,8 +17,9 @@ from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
 from mpispeed.store.layout import Span
+from mpispeed.store.placement import Tier
 from mpispeed.store.stored_tensor import WholeLease
-from mpispeed.store.tiers import IN_MEMORY, Tiers
+from mpispeed.store.tiers import IN_MEMORY, MASTER, Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -148,6 +149,11 @@ class UpdateWindows:
         self._fills_out = isinstance(rule, Drifts)
         self._lends_units = self._per_parameter and not isinstance(rule, Layerwise)
         self._plan = params.tiers.plan
+        # A device copies the gradients of the next window while the host updates this one.
+        self._fetches = not self.is_swapping and any(
+            unit.states.grad.tier is Tier.DEVICE and params.tiers.is_apart(MASTER, unit.index)
+            for unit in params.table.units
+        )
         self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
         self._first_entry = [0, *itertools.accumulate(counts)]
@@ -190,7 +196,7 @@ class UpdateWindows:
         try:
             for unit, chunk in self._chunks(units):
                 waiting.append(self._borrow(unit, chunk, has_out=has_out))
-                if len(waiting) > self._plan.reads_ahead:
+                if len(waiting) > (self._plan.reads_ahead or self._fetches):
                     yield from self._serve(waiting, groups, step)
             while waiting:
                 yield from self._serve(waiting, groups, step)
@@ -245,7 +251,8 @@ class UpdateWindows:
 
     def _borrow(self, unit: Unit, chunk: Span, *, has_out: bool) -> _Borrowed:
         local = chunk.shifted(-self._params.span(unit).start)
-        low, (grad, at) = self._params.low_precision(unit) if has_out else None, self._grads.stored(unit)
+        low = self._params.low_precision(unit) if has_out else None
+        grad = self._grads.lend(unit, local.start, local.stop, self._params.tiers.home(MASTER, unit.index))
         tensors = {"": self._params.stored_master(unit), **self._state.tensors(unit)}
         if self._lends_units:
             state: dict[str, Lease] = {slot: WholeLease(stored) for slot, stored in tensors.items()}
@@ -253,7 +260,7 @@ class UpdateWindows:
             state = {slot: stored.lend(local.start, local.stop) for slot, stored in tensors.items()}
         out = None if low is None else low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False)
         master = state.pop("")
-        return _Borrowed(unit, chunk, master, grad.lend(at + local.start, at + local.stop), state, out)
+        return _Borrowed(unit, chunk, master, grad, state, out)
 
     def _ranges(self, unit: Unit) -> Iterator[tuple[int, Span, int | None]]:
         if self._per_parameter:

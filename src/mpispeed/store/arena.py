@@ -10,6 +10,9 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 
+_Shelf = tuple[torch.dtype, int, bool, bool]
+"""Buffers alike: dtype, elements, whether in host memory, whether page-locked."""
+
 
 class Arena:
     """Flat scratch tensors by dtype and size.
@@ -20,18 +23,22 @@ class Arena:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._free: dict[tuple[torch.dtype, int, bool], list[torch.Tensor]] = {}
+        self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
-        self._taken: set[int] = set()
+        self._taken: dict[int, _Shelf] = {}  # by id of a buffer
         self._lock = threading.Lock()
         self.owned_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False) -> torch.Tensor:
-        """A flat tensor of `numel` elements with unspecified content, in host memory if asked for."""
+    def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False, pin: bool = False) -> torch.Tensor:
+        """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
+
+        `pin`: in host memory it is page-locked, where this process computes on a device.
+        """
         with self._lock:
             home = devices.HOST if on_host and self.device.type != "meta" else self.device
             is_host = home.type in ("cpu", "meta")
-            shelf = self._free.get((dtype, numel, is_host))
+            key = dtype, numel, is_host, pin and home.type == "cpu"
+            shelf = self._free.get(key)
             if shelf:
                 buffer = shelf.pop()
                 event = self._last.pop(id(buffer), None)
@@ -39,9 +46,9 @@ class Arena:
                     devices.follow(self.device, event)
             else:
                 with torch.inference_mode(False):  # it may be taken for training later
-                    buffer = torch.empty(numel, dtype=dtype, device=home)
+                    buffer = devices.pinned(numel, dtype) if key[3] else torch.empty(numel, dtype=dtype, device=home)
                 self.owned_bytes += buffer.nbytes
-            self._taken.add(id(buffer))
+            self._taken[id(buffer)] = key
             return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -54,17 +61,16 @@ class Arena:
             if id(buffer) not in self._taken:
                 msg = f"a buffer of {buffer.numel()} elements is given back that was not taken from this arena"
                 raise StoreError(msg)
-            self._taken.remove(id(buffer))
-            is_host = not devices.is_on_device(buffer)
-            if not is_host:
+            key = self._taken.pop(id(buffer))
+            if devices.is_on_device(buffer):
                 self._last[id(buffer)] = devices.mark(self.device)
-            self._free.setdefault((buffer.dtype, buffer.numel(), is_host), []).append(buffer)
+            self._free.setdefault(key, []).append(buffer)
 
     def lose(self, buffer: torch.Tensor) -> None:
         """Never hand `buffer` out again: a view of it is alive, and its memory is freed with the last one."""
         with self._lock:
             if id(buffer) in self._taken:
-                self._taken.remove(id(buffer))
+                del self._taken[id(buffer)]
                 self.owned_bytes -= buffer.nbytes
 
     @property

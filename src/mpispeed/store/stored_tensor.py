@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 STEP = 4096
 """Elements: ranges of a swapped tensor that begin at multiples of this begin at a page of its file, at any dtype."""
 
+WIDENED = 1 << 18
+"""Elements that are widened at a time: the buffer stays in a cache."""
+
 AWAY = "these model states were taken out of memory by engine.offload_states(); call engine.reload_states() first"
 
 
@@ -74,6 +77,12 @@ class StoredTensor(Protocol):
 
     def lend(self, start: int, stop: int, *, reads: bool = True) -> Lease:
         """Lease elements `start` to `stop`; without `reads` the values are unspecified. Not blocking."""
+
+    def narrowed(self, dtype: torch.dtype) -> StoredTensor:
+        """A stored tensor of as many elements of another dtype, not a wider one, in the same place.
+
+        What one of the two holds is lost when the other is set.
+        """
 
 
 class Carried:
@@ -186,6 +195,10 @@ class MemoryTensor:
         """The range itself."""
         return MemoryLease(self.get()[start:stop])
 
+    def narrowed(self, dtype: torch.dtype) -> MemoryTensor:
+        """The other dtype in the last bytes of this memory, from where `widen` brings it into all of it."""
+        return MemoryTensor(last_bytes(self.get(), dtype))
+
     def let_go(self) -> None:
         """Drop the memory until `bring_back`; somebody else has the values. All other calls raise meanwhile."""
         self._values = None
@@ -268,6 +281,10 @@ class SwappedTensor:
         lease = SwapLease(self, start, stop, reads=reads)
         self._pool.ask(lease)
         return lease
+
+    def narrowed(self, dtype: torch.dtype) -> SwappedTensor:
+        """The other dtype in the first bytes of this range of the file."""
+        return SwappedTensor(self.numel, dtype, self._file, self._offset, self._io, self._pool)
 
     # -- for leases -----------------------------------------------------------------------------------------------
 
@@ -385,6 +402,24 @@ class SwapLease:
             pool.write(writing, buffer)
         else:
             pool.free(buffer, after=transfer)
+
+
+def last_bytes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As many elements of a dtype that is not wider, in the last bytes of `values`. Shapes: as `values`, flat."""
+    return values.view(torch.uint8)[values.numel() * (values.itemsize - dtype.itemsize) :].view(dtype)
+
+
+def widen(values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fill `values` with what `last_bytes(values, dtype)` holds. Shapes: values [numel], contiguous, on the host.
+
+    From the start on, through a small buffer: element i ends where no element behind i is still to be read.
+    """
+    if dtype == values.dtype:
+        return
+    narrow, wide = last_bytes(values, dtype), torch.empty(min(WIDENED, values.numel()), dtype=values.dtype)
+    for start in range(0, values.numel(), WIDENED):
+        piece = wide[: values.numel() - start]
+        values[start : start + WIDENED].copy_(piece.copy_(narrow[start : start + WIDENED]))
 
 
 def _pages(size: int) -> int:

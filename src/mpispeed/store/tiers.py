@@ -169,6 +169,10 @@ class Tiers:
     def _is_pinned(self, kind: str, unit: int) -> bool:
         return _group_of(kind) in self._pins and self.home(kind, unit).type == "cpu"
 
+    def pins(self, kind: str) -> bool:
+        """True if host memory of that kind is page-locked."""
+        return _group_of(kind) in self._pins
+
     def is_apart(self, kind: str, unit: int) -> bool:
         """True if that kind of the unit is on another device than the model."""
         return self.home(kind, unit) != self.device

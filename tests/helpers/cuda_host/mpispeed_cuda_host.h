@@ -60,6 +60,20 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
+struct __half2 { __half x, y; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)}; }
+inline float __low2float(__half2 a) { return __half2float(a.x); }
+inline float __high2float(__half2 a) { return __half2float(a.y); }
+// The other one where one is NaN, as the device has it.
+inline __half2 __hmax2(__half2 a, __half2 b) {
+    return __floats2half2_rn(fmaxf(__half2float(a.x), __half2float(b.x)), fmaxf(__half2float(a.y), __half2float(b.y)));
+}
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __floats2bfloat162_rn(fmaxf(__bfloat162float(a.x), __bfloat162float(b.x)),
+                                 fmaxf(__bfloat162float(a.y), __bfloat162float(b.y)));
+}
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------
 inline float __fmul_rn(float a, float b) { return a * b; }

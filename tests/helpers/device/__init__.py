@@ -16,7 +16,9 @@ from functools import cache
 
 import torch
 
+from mpispeed.native import mappers
 from tests.helpers.device.build import built_library
+from tests.helpers.device.mapping import SharedMapper
 from tests.helpers.device.module import NAME, module_over, visible
 
 __all__ = ["NAME", "stand_in", "visible"]
@@ -31,4 +33,5 @@ def stand_in() -> torch.device:
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=False, for_storage=True
     )
+    mappers.KINDS[NAME] = SharedMapper
     return torch.device(NAME, 0)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.collectives import device_collectives
+from mpispeed.mesh.backends import mapped, pointers
+from mpispeed.mesh.collectives import device_collectives, device_verbs
 from mpispeed.mesh.compressed.quantized import quantized_all_gather, quantized_reduce_scatter
 from tests.helpers import verbs
+from tests.helpers.mapped_paths import mapped_paths
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -15,9 +17,19 @@ COUNTS = (0, 1003)
 SMALL = 1 << 10
 
 
-@pytest.fixture(params=[SMALL, device_collectives.WINDOW_BYTES], ids=["many windows", "one window"])
-def window(request, monkeypatch):
-    monkeypatch.setattr(device_collectives, "WINDOW_BYTES", request.param)
+STAGED = {"many windows": SMALL, "one window": device_collectives.WINDOW_BYTES}
+
+
+@pytest.fixture(params=[*STAGED, "mapped"])
+def window(request, comm, device, monkeypatch):
+    """Through the host in small parts or large ones, or through mapped memory in small parts."""
+    if request.param in STAGED:
+        monkeypatch.setattr(device_collectives, "WINDOW_BYTES", STAGED[request.param])
+        yield
+        return
+    monkeypatch.setattr(mapped, "SLOT_BYTES", 2 * SMALL)
+    with mapped_paths(comm, device):
+        yield
 
 
 def noise(rank, count, dtype):
@@ -90,10 +102,10 @@ def test_moves(comm, device, window, count, dtype):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("count", COUNTS)
-def test_messages(comm, device, count):
-    """Between a device and a host too: what travels is the same."""
+def test_messages(comm, device, window, count):
+    """Staged, between a device and a host too: what travels is the same."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for near in (device, torch.device("cpu")):
+    for near in (device, torch.device("cpu")) if comm.group.device_path is None else (device,):
         sent, got = noise(comm.rank, count, torch.float32).to(device), torch.zeros(count, device=near)
         arriving = comm.start_recv(got, before, 4)
         comm.start_send(sent, after, 4).wait()
@@ -160,27 +172,39 @@ def test_refusals(comm, device):
 
 
 @pytest.mark.ranks(2, 3)
-def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch):
-    """On host memory, whose addresses any MPI takes: verbs that move bytes, past the shared memory of a node."""
-    monkeypatch.setenv(device_collectives.POINTERS, "1")
-    monkeypatch.setattr(device_collectives, "_device_of", lambda *tensors: torch.device("cpu"))
+@pytest.mark.parametrize("chunk_bytes", [1 << 30, 1 << 10])
+def test_addresses_are_handed_on_where_that_is_asked_for(comm, monkeypatch, chunk_bytes):
+    """On host memory, whose addresses any MPI takes: moves by MPI itself, sums made of them, the bits of the host."""
     finished = []
-    monkeypatch.setattr(device_collectives, "_finish", finished.append)
+    monkeypatch.setattr(pointers, "finish", finished.append)
+    group = comm.group
+    monkeypatch.setattr(group.limits, "chunk_bytes", chunk_bytes)
+    path = pointers.PointerPath(group, torch.device("cpu"))
     size, rank, count = comm.size, comm.rank, 1003
+    monkeypatch.setattr(group, "device_path", path)
+    monkeypatch.setattr(device_verbs, "is_on_device", lambda x: True)
     out, own = torch.zeros(size * count), noise(rank, count, torch.float32)
-    device_collectives.all_gather(comm.group, out, own)
+    device_verbs.all_gather(group, out, own)
     assert torch.equal(out, torch.cat([noise(r, count, torch.float32) for r in range(size)]))
-    device_collectives.broadcast(comm.group, own, size - 1)
+    device_verbs.broadcast(group, own, size - 1)
     assert torch.equal(own, noise(size - 1, count, torch.float32))
     whole, expected = noise(rank, size * count, torch.float32), torch.zeros(size * count)
-    device_collectives.all_to_all(comm.group, out, whole, None, None)
+    device_verbs.all_to_all(group, out, whole, None, None)
     comm.all_to_all(expected, whole)
     assert torch.equal(out, expected)
     after, before = (rank + 1) % size, (rank - 1) % size
-    polls, _, bring = device_collectives.post_recv(comm.group, out, before, 7)
-    device_collectives.send(comm.group, whole, after, 7)
-    while not all(poll() for poll in polls):
-        pass
-    assert bring is None
-    assert len(finished) == 5  # whatever the device was asked to write has to be there before MPI reads
-    assert torch.equal(out, noise(before, size * count, torch.float32))
+    if size > 1:
+        polls, _, bring = device_verbs.post_recv(group, out, before, 7)
+        device_verbs.send(group, whole, after, 7)
+        while not all(poll() for poll in polls):
+            pass
+        assert bring is None
+        assert torch.equal(out, noise(before, size * count, torch.float32))
+        assert len(finished) >= 5  # whatever the device was asked to write has to be there before MPI reads
+    group.reduction = "ordered"
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        x = noise(rank, size * count, dtype)
+        expected = x.clone()
+        comm.all_reduce(expected)
+        device_verbs.all_reduce(group, x, "sum", 1.0)
+        assert same(x, expected)

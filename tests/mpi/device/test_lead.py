@@ -14,7 +14,8 @@ from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
 from tests.zoo.training import WARM, config, weights, zero_section
 
-pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1)]
+pytestmark = pytest.mark.mpi(min_size=1)
+ALONE = pytest.mark.ranks(1)
 
 BATCH = 12
 BF16 = {"bf16": {"enabled": True}}
@@ -65,11 +66,11 @@ def waits(monkeypatch):
         yield mode.found
 
 
-def start(device, stage, dtype, leads=True, **more):
+def start(device, stage, dtype, leads=True, is_able=True, **more):
     settings = config(0, BATCH, 1, reduction="ordered", **(WARM | dtype | more))
     model = moved(TinyLM(), device)
     engine = mpispeed.initialize(model=model, config=settings | {"zero_optimization": zero_section(stage)})[0]
-    assert engine.mpispeed.updates.leads
+    assert engine.mpispeed.updates.leads is is_able
     engine.mpispeed.updates.leads = leads
     return engine
 
@@ -82,6 +83,7 @@ def step(engine, batch, *, poison=False):
     return loss.detach().clone()
 
 
+@ALONE
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_does_not_wait(device, stage, monkeypatch):
     data = [batch.to(device) for batch in batches(4, BATCH)]
@@ -100,6 +102,7 @@ def test_a_step_does_not_wait(device, stage, monkeypatch):
     expected.destroy()
 
 
+@ALONE
 @pytest.mark.parametrize(("stage", "name"), [(0, "AdamW"), (1, "Lion"), (2, "Adagrad"), (3, "AdamW")])
 @pytest.mark.parametrize("dtype", [BF16, {}], ids=["bf16", "fp32"])
 def test_a_step_that_overflows_is_skipped_a_step_later(device, stage, name, dtype):
@@ -143,6 +146,7 @@ READERS = {
 }
 
 
+@ALONE
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_asks_is_told(device, reader):
     engine = start(device, 1, BF16, **SCHEDULE)
@@ -152,6 +156,7 @@ def test_whoever_asks_is_told(device, reader):
     engine.destroy()
 
 
+@ALONE
 def test_a_checkpoint_has_what_was_not_known(device, mpi_tmp_path):
     engine = start(device, 2, BF16, **SCHEDULE)
     data = [batch.to(device) for batch in batches(4, BATCH)]
@@ -176,6 +181,7 @@ KEPT = {
 }
 
 
+@ALONE
 @pytest.mark.parametrize("case", KEPT)
 def test_who_keeps_the_lead(device, case):
     more, leads = KEPT[case]
@@ -183,3 +189,24 @@ def test_who_keeps_the_lead(device, case):
     engine = mpispeed.initialize(model=moved(TinyLM(), device), config=settings)[0]
     assert engine.mpispeed.updates.leads is leads
     engine.destroy()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_come_to_the_same_outcome(device, stage):
+    """The verbs of the tests' device wait for it, so its ranks have no lead; here they go the way of those that have."""
+
+    def run(leads):
+        engine = start(device, stage, BF16, leads, is_able=False, gradient_clipping=0.5, **SCHEDULE)
+        mine = slice(engine.mesh.rank * BATCH // engine.mesh.size, (engine.mesh.rank + 1) * BATCH // engine.mesh.size)
+        losses = []
+        for number, batch in enumerate(batches(4, BATCH)):
+            poison = number == 1 and engine.mesh.rank == 1
+            losses.append(step(engine, batch[mine].to(device), poison=poison).cpu())
+        found = engine.skipped_steps, engine.get_global_grad_norm(), engine.get_lr(), losses, weights(engine)
+        engine.destroy()
+        return found
+
+    found = run(True)
+    assert found[0] == 1
+    same_bits(found, run(False))

@@ -181,7 +181,7 @@ def test_tiers_in_files(device, on_host, mpi_tmp_path, kinds, dtype):
 
 
 SCHEMES = [
-    {"zero_quantized_weights": True},
+    {"zero_quantized_weights": True, "zero_quantized_in_node": True},
     {"zero_hpz_partition_size": 2},
     {"mics_shard_size": 2},
     {"zero_quantized_nontrainable_weights": True},

@@ -307,7 +307,8 @@ def test_every_stage_writes_the_same_bytes(mpi_tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_weights_that_travel_as_codes_are_gathered_exactly(dtype, mpi_tmp_path):
-    engine = odd_engine(3, dtype=dtype, zero_quantized_weights=True, stage3_gather_16bit_weights_on_model_save=True)
+    coded = {"zero_quantized_weights": True, "zero_quantized_in_node": True}
+    engine = odd_engine(3, dtype=dtype, **coded, stage3_gather_16bit_weights_on_model_save=True)
     train(engine, samples(2))
     state = engine.module_state_dict()
     assert engine.save_16bit_model(str(mpi_tmp_path))

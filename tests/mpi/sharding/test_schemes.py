@@ -27,13 +27,16 @@ SCHEMES = {
     "hpz 4": {**CUT, "zero_hpz_partition_size": 4},
 }
 EMBED = 1  # index of the embedding's unit
+QWZ, QGZ, HPZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}, {"zero_hpz_partition_size": 2}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 CODED = {
-    "qwZ": {"zero_quantized_weights": True},
-    "qgZ": {"zero_quantized_gradients": True},
-    "qgZ with feedback": {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
-    "qwZ, hpZ": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
-    "qwZ, hpZ, qgZ": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+    "qwZ": QWZ,
+    "qgZ": QGZ,
+    "qgZ with feedback": QGZ | LOCO,
+    "qwZ, hpZ": QWZ | HPZ,
+    "qwZ, hpZ, qgZ": QWZ | HPZ | QGZ,
 }
+EVERYWHERE = {"zero_quantized_in_node": True}
 
 
 @pytest.fixture(autouse=True)
@@ -112,10 +115,30 @@ def test_coded_messages_stay_near_the_plain_run(name):
             run({**CUT, **CODED[name]}, steps=1)
         return
     plain = run(CUT)[0]
-    losses = run({**CUT, **CODED[name]})[0]
+    losses = run({**CUT, **CODED[name], **EVERYWHERE})[0]
     assert max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)) < 0.03
-    if "qwZ" in name or size == 4:
-        assert losses != plain
+    assert losses != plain
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", sorted(CODED))
+def test_ranks_of_one_node_send_plain_values(name, monkeypatch):
+    size = ranks()
+    if size % 2 and "hpZ" in name:
+        return
+    monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", str(size))
+    plain, found = run(SCHEMES["hpz 2"] if "hpZ" in name else CUT), run({**CUT, **CODED[name]})
+    assert found[:2] == plain[:2]
+    same_bits(found[2], plain[2])
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("name", ["qgZ", "qgZ with feedback"])
+def test_inside_of_nodes_sums_are_plain(name):
+    plain, found, coded = (run({**CUT, **more})[0] for more in ({}, CODED[name], CODED[name] | EVERYWHERE))
+    misses = [max(abs(a - b) / b for a, b in zip(losses, plain, strict=True)) for losses in (found, coded)]
+    assert 0 < misses[0] < 0.03  # bound as above
+    assert found != coded
 
 
 def traffic(zero, steps=2, **model):
@@ -187,15 +210,17 @@ def test_traffic_of_plain_schemes():
 
 @pytest.mark.mpi(min_size=2)
 def test_traffic_of_coded_gathers():
-    sent, units, size = traffic({**CUT, "zero_quantized_weights": True})
+    sent, units, size = traffic({**CUT, **QWZ, **EVERYWHERE})
     shards = [padded // size for padded in units]
     coded = [gather_bytes(count, [size], default_block(count))[0] for count in shards]
     assert sent["all_gather", ("data",)] == 2 * sum(coded) - coded[EMBED]
 
 
 @pytest.mark.mpi(min_size=4)
-def test_traffic_of_all_of_zero_plus_plus():
-    zero = {**CUT, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True}
+@pytest.mark.parametrize("in_node", [False, True])
+def test_traffic_of_all_of_zero_plus_plus(in_node):
+    """Gathers between nodes are coded on their whole way; of the two hops of a sum only the one between nodes is."""
+    zero = {**CUT, **CODED["qwZ, hpZ, qgZ"], "zero_quantized_in_node": in_node}
     settings = config(0, BATCH, 1, **WARM)
     settings["zero_optimization"] = zero
     engine = start(settings, TinyLM(is_tied=False, depth=3))
@@ -210,8 +235,8 @@ def test_traffic_of_all_of_zero_plus_plus():
     coded = [padded for padded, is_flat in zip(units, flat, strict=True) if not is_flat]
     plain = [padded for padded, is_flat in zip(units, flat, strict=True) if is_flat]
     reduced = [reduce_scatter_bytes(padded // 4, 2, 2, BLOCK) for padded in coded]
-    assert sent["all_to_all", inner] == sum(first for first, _ in reduced)
+    assert sent.get(("all_to_all", inner), 0) == in_node * sum(first for first, _ in reduced)
     assert sent["all_to_all", outer] == sum(second for _, second in reduced)
-    assert sent.get(("reduce_scatter", inner), 0) == 4 * sum(plain) // 2
-    # a quarter of the bytes of plain sums, and less
-    assert sum(sent["all_to_all", axes] for axes in (inner, outer)) < 4 * sum(coded) * 3 // 4 / 4
+    assert sent.get(("reduce_scatter", inner), 0) == 4 * (sum(plain) + (not in_node) * sum(coded)) // 2
+    # between nodes a quarter of the bytes of plain sums, and less
+    assert sent["all_to_all", outer] < 4 * sum(coded) // 2 // 2 / 4

@@ -125,8 +125,9 @@ def test_swap_files_are_private_and_of_one_rank(disk):
 def test_padding_of_swapped_parameters_is_zero_and_spoils_no_codes(buffers, disk):
     section = {**params_on(disk, buffer_count=buffers), **optimizer_on(disk)}
     more = {"bf16": {"enabled": True}}
-    expected, reference, _ = run(3, 1, {"zero_quantized_weights": True}, **more)
-    losses, found, _ = run(3, 1, {"zero_quantized_weights": True, **section}, **more)
+    coded = {"zero_quantized_weights": True, "zero_quantized_in_node": True}
+    expected, reference, _ = run(3, 1, coded, **more)
+    losses, found, _ = run(3, 1, coded | section, **more)
     assert losses == expected
     same_bits(found, reference)
 

@@ -328,7 +328,7 @@ ASKS = {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
     for name in (
         "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
-        "mics_hierarchical_params_gather",
+        "zero_quantized_in_node", "mics_hierarchical_params_gather",
     )
 }  # fmt: skip
 

@@ -104,7 +104,7 @@ def test_keys_that_need_others_warn_without_them(path):
     warnings = load(settings).warnings
     assert [w.partition(" has no effect here: ")[0] for w in warnings] == [path]
     assert DEPENDENT[path][1] in warnings[0]
-    zero["stage"], settings["sequence_parallel_size"] = 3, 2
+    zero["stage"], settings["sequence_parallel_size"], zero["zero_quantized_weights"] = 3, 2, True
     disk = {"device": "nvme", "nvme_path": "disk"}
     for name in ("offload_param", "offload_optimizer"):
         zero[name] = disk | zero.get(name, {})

@@ -119,7 +119,8 @@ def test_a_factor_divides_as_a_division():
 
 def team(columns, dtype):
     single = "" if columns * dtype.itemsize % 16 == 0 else "single_"
-    return single + ("8" if columns <= 256 else "16" if columns <= 512 and not single else "block")
+    share = "8" if single or dtype.itemsize > 2 else "16"  # of short rows
+    return single + (share if columns <= 256 else "16" if columns <= 512 and not single else "block")
 
 
 def tag(dtype):

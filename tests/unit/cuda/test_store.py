@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mpispeed.base.errors import NativeMissing
-from mpispeed.native.cuda import build, store, toolchain
+from mpispeed.native.cuda import build, catalog, store, toolchain
 from tests.helpers.system import cannot
 
 SOURCE = "optim/multi_tensor_adam.cu"
@@ -26,8 +29,13 @@ done
 echo run >> "$RUNS"
 while [ $# -gt 0 ]; do
   if [ "$1" = -o ]; then out="$2"; fi
+  source="$1"
   shift
 done
+if [ -n "$STARTED" ]; then
+  echo "$source" >> "$STARTED"
+  while [ "$(wc -l < "$STARTED")" -lt "$TOGETHER" ]; do sleep 0.02; done
+fi
 sleep 0.3
 head -c 400000 /dev/zero | tr '\\0' 'x' > "$out"
 """
@@ -58,6 +66,57 @@ def test_processes_that_ask_at_once_compile_once_and_read_all_of_it(slow_compile
     assert [process.wait(120) for process in asked] == [0] * 4
     assert (slow_compiler / "runs").read_text() == "run\n"
     assert [path.suffix for path in (slow_compiler / "cache").iterdir() if not path.name.startswith(".")] == [".cubin"]
+
+
+ALL = """\
+import json, sys
+from mpispeed.native.cuda import store
+print(json.dumps(store.compile_missing(sys.argv[1:], "sm_90")))
+"""
+
+
+def test_processes_share_the_sources_that_are_missing(slow_compiler):
+    """Each is compiled once, by either; the first of both processes wait for each other, so both do some."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "STARTED": str(slow_compiler / "started"),
+                   "TOGETHER": "2"}  # fmt: skip
+    words = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", ALL, *catalog.sources()[:6]]
+    asked = [subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    made = [json.loads(process.communicate(timeout=120)[0]) for process in asked]
+    assert sorted(made[0] + made[1]) == catalog.sources()[:6]
+    assert all(made)
+    assert (slow_compiler / "runs").read_text() == "run\n" * 6
+    assert store.compile_missing(catalog.sources()[:6], "sm_90") == []
+
+
+def test_one_process_compiles_as_many_at_a_time_as_it_may_use_cores(slow_compiler, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
+    monkeypatch.setenv("STARTED", str(slow_compiler / "started"))
+    monkeypatch.setenv("TOGETHER", "3")  # none ends before three have begun
+    wanted = catalog.sources()[:6]
+    (slow_compiler / "cache").mkdir(mode=0o700)
+    assert store.compile_missing(wanted, "sm_90") == wanted
+
+
+def test_what_another_is_at_is_waited_for_last(slow_compiler, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    wanted = catalog.sources()[:3]
+    kept = store.cache_folder() / store.file_name(wanted[0], "sm_90", toolchain.version(toolchain.find_nvcc()))
+    with ThreadPoolExecutor(1) as pool:
+        with store._locked(kept, waits=True):
+            asked = pool.submit(store.compile_missing, wanted, "sm_90")
+            while len(list(kept.parent.glob("[!.]*.cubin"))) < 2:
+                assert not asked.done(), asked.result()
+                time.sleep(0.01)
+            store.publish(b"of another", kept)
+        assert asked.result() == wanted[1:]
+    assert store.machine_code(wanted[0], "sm_90") == b"of another"
+
+
+def test_one_source_that_does_not_compile_is_said_and_nothing_hangs(slow_compiler):
+    (slow_compiler / "nvcc").write_text(COMPILER.replace("sleep 0.3", "echo 'error: no' >&2; exit 3"))
+    with pytest.raises(NativeMissing, match=r"\(exit code 3\):\nerror: no"):
+        store.compile_missing(catalog.sources(), "sm_90")
+    assert not list((slow_compiler / "cache").glob("[!.]*.cubin"))
 
 
 def test_another_compiler_compiles_again(slow_compiler):

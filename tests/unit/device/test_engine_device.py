@@ -148,13 +148,6 @@ def test_scratch_is_used_again_in_the_order_of_streams():
     assert arena.take(1000, torch.float32, on_host=True).device.type == "cpu"
 
 
-def test_device_pointers_on_some_ranks_only_are_refused(monkeypatch):
-    found = iter([True, False])
-    monkeypatch.setattr(engine_device, "takes_pointers", lambda: next(found))
-    with pytest.raises(ConfigError, match=r"MPISPEED_DEVICE_POINTERS is 1 on rank [01] only"):
-        chosen(monkeypatch, stand_in().type, 2)
-
-
 def test_a_device_that_refuses_is_told_with_its_words(monkeypatch):
     def refuse(model, device):
         msg = "CUDA-capable device(s) is/are busy or unavailable\nmore words"

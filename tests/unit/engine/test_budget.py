@@ -150,7 +150,8 @@ def test_second_copies():
 def test_coded_messages():
     full = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4))
     quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-    coded = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4, **quantized))
+    near = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4, **quantized))
+    coded = predict(facts_of(3, 16, node=4, zero_hpz_partition_size=4, zero_quantized_in_node=True, **quantized))
     weights = [min(row.bytes for row in b.sent if row.what == "parameters") for b in (full, coded)]  # between groups
     # 8 bits and one fp32 scale for each block of at least 256 elements, instead of 16 bits
     assert 0.5 < weights[1] / weights[0] <= 0.5 + 4 / 256 / 2
@@ -159,6 +160,22 @@ def test_coded_messages():
     first, second = PSI // 2 * 3 // 4, PSI // 4 // 2 * 3 // 4
     assert first <= sums[1] <= first * (1 + 8 / 256)
     assert second <= sums[0] <= second * (1 + 8 / 256)
+    # Inside of nodes sums travel in the 16 bits of gradients; gathers between nodes are coded all the way.
+    assert [row.bytes for row in near.sent if row.verb == "all_to_all"] == sums[:1]
+    assert near.sent_bytes("reduce_scatter") == 2 * PSI * 3 // 4
+    assert near.sent_bytes("all_gather") == coded.sent_bytes("all_gather")
+
+
+def test_ranks_of_one_node_send_plain_values():
+    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    for node in (16, None):
+        for second in (1, 4):
+            plain, found = (predict(facts_of(3, 16, node=node, zero_hpz_partition_size=second, **more))
+                            for more in ({}, quantized))  # fmt: skip
+            assert found.sent == plain.sent
+    asked = predict(facts_of(3, 16, node=16, zero_quantized_in_node=True, **quantized))
+    assert asked.sent_bytes("reduce_scatter") == 0
+    assert asked.sent_bytes("all_gather") < 0.6 * plain.sent_bytes("all_gather")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +248,13 @@ GROUPS = {
     "second copies in shard groups": {"mics_shard_size": 4, "zero_hpz_partition_size": 2},
     "second copies of shard groups": {"mics_shard_size": 2, "zero_hpz_partition_size": 2},
     "whole sums": {"reduce_scatter": False},
-    "coded weights": {"zero_quantized_weights": True},
-    "coded weights and copies": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+    "coded weights": {"zero_quantized_weights": True, "zero_quantized_in_node": True},
+    "weights plain in a node": {"zero_quantized_weights": True},
+    "coded weights and copies": {
+        "zero_quantized_weights": True,
+        "zero_quantized_in_node": True,
+        "zero_hpz_partition_size": 2,
+    },
     "coded frozen weights": {"zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2},
 }
 
@@ -264,6 +286,7 @@ def test_prediction_for_broadcasts_in_groups_of_ranks():
 def test_prediction_for_coded_sums(stage, monkeypatch):
     monkeypatch.setenv("MPISPEED_RANKS_PER_NODE", "2")
     keys = {"zero_quantized_gradients": True, "zeropp_loco_param": None if stage == 2 else {"err_beta": 0.5}}
+    keys["zero_quantized_in_node"] = stage != 3
     held, _ = check_engine(4, stage, 3, "bf16", is_overlapped=False, node=2, **keys)
     assert bool(held["errors of quantized sums"]) == (stage != 2)
 
@@ -271,6 +294,9 @@ def test_prediction_for_coded_sums(stage, monkeypatch):
 def test_errors_of_quantized_sums_count():
     # 8 bits for each element and each element of a node's part, and a scale of 32 bits for each 256 of them
     keys = {"zero_quantized_gradients": True, "top": {"checkpoint": {"async_save": True}}}
+    near = predict(facts_of(3, 16, node=4, zeropp_loco_param={"err_beta": 0.5}, **keys))
+    assert near.bytes_of("errors of quantized sums") == PSI // 4 * (256 + 4) // 256
+    keys["zero_quantized_in_node"] = True
     budget = predict(facts_of(3, 16, node=4, zeropp_loco_param={"err_beta": 0.5}, **keys))
     without = predict(facts_of(3, 16, node=4, **keys))
     assert budget.bytes_of("errors of quantized sums") == (PSI + PSI // 4) * (256 + 4) // 256

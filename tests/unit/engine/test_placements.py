@@ -1,6 +1,7 @@
 """The table of placements, what it refuses, and engines that train under it on simulated ranks."""
 
 import logging
+from itertools import combinations
 
 import pytest
 import torch
@@ -47,6 +48,9 @@ def test_table():
         assert plan.topology().group_size("data.inner") == 4
     assert plan_of(8, 8, stage=3, zero_quantized_gradients=True).placing.hops is None
     assert plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=8).placing.hops is None
+    asked = plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_quantized_in_node=True)
+    assert asked.placing.sum_hops == nested
+    assert asked.topology().group_size("data.outer") == 1
     both = plan_of(8, 8, stage=3, zero_quantized_gradients=True, zero_hpz_partition_size=2)
     assert both.topology().group_size(both.placing.hops[0]) == 2
 
@@ -422,6 +426,38 @@ def test_quantized_gradients_train(stage, loco):
     assert quantized[-1] == pytest.approx(plain[-1], rel=0.3)
 
 
+@pytest.mark.parametrize("node", [2, 3, 4, 6, 8, 12, 24, 30, 0])
+@pytest.mark.parametrize("sizes", [(2, 12, 1), (3, 4, 2), (1, 8, 3)])
+def test_groups_on_one_node_are_those_whose_ranks_share_one(sizes, node):
+    """By the definition, over all groups of every set of axes; one node has all ranks where it has room for them."""
+    axes = dict(zip(("pipe", "data", "model"), sizes, strict=True))
+    section = {"stage": 3, "zero_hpz_partition_size": 4}
+    plan = make_plan(validate({"train_batch_size": 24, "zero_optimization": section}).config, 24, torch.float32,
+                     ranks_per_node=node, axes=axes)  # fmt: skip
+    topology = plan.topology()
+    for count in range(1, len(topology.names) + 1):
+        for over in combinations(topology.names, count):
+            groups = topology.groups(over)
+            expected = node > 0 and all(len({rank // node for rank in group}) == 1 for group in groups)
+            assert plan.is_in_node(over) == expected, over
+
+
+@pytest.mark.parametrize(
+    ("node", "keys", "said"),
+    [
+        (4, {}, "weights in 8 bits, gradients in 4 bits between nodes"),
+        (4, {"zero_quantized_in_node": True}, "weights in 8 bits, gradients in 4 bits"),
+        (8, {}, "weights plain on one node, gradients plain on one node"),
+        (8, {"zero_hpz_partition_size": 2}, "weights plain on one node, gradients plain on one node"),
+        (8, {"zero_quantized_in_node": True}, "weights in 8 bits, gradients in 4 bits"),
+        (4, {"zero_quantized_weights": False, "zero_quantized_gradients": False}, None),
+    ],
+)
+def test_the_plan_says_what_is_coded(node, keys, said):
+    plan = plan_of(8, node, **{"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, **keys})
+    assert dict(plan.describe()).get("codes") == said
+
+
 def test_on_one_node_gradients_are_not_quantized(caplog, monkeypatch):
     zero = {"stage": 2, "zero_quantized_gradients": True}
     monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
@@ -429,3 +465,15 @@ def test_on_one_node_gradients_are_not_quantized(caplog, monkeypatch):
     with caplog.at_level("WARNING", logger="mpispeed"):
         same_bits(trained(zero, node=4, reduction="ordered"), trained({"stage": 2}, reduction="ordered"))
     assert "zero_quantized_gradients has no effect on one node" in caplog.text
+    assert trained(zero | {"zero_quantized_in_node": True}, node=4)[0] != trained({"stage": 2})[0]
+
+
+def test_on_one_node_weights_are_not_quantized(caplog, monkeypatch):
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    monkeypatch.setattr(logging.getLogger("mpispeed"), "propagate", True)
+    monkeypatch.setattr(logs, "_seen", set())
+    plain = trained(zero | {"zero_quantized_weights": False}, reduction="ordered")
+    with caplog.at_level("WARNING", logger="mpispeed"):
+        same_bits(trained(zero, node=4, reduction="ordered"), plain)
+    assert caplog.text.count("zero_quantized_weights has no effect on one node: gathers") == 1
+    assert trained(zero, node=2, reduction="ordered")[0] != plain[0]

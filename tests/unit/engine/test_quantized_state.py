@@ -22,9 +22,10 @@ from tests.zoo.training import ADAM, config, train
 
 DATA = samples(12)
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 9}}
+EVERYWHERE = LOCO | {"zero_quantized_in_node": True}
 
 
-def settings(stage=2, dtype="fp32", loco=LOCO, **more):
+def settings(stage=2, dtype="fp32", loco=EVERYWHERE, **more):
     return config(stage, dtype=dtype, zero=loco, **ADAM, reduction="ordered", **more)
 
 
@@ -60,12 +61,15 @@ def is_same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "node", "stage", "dtype", "is_async"),
-    [(4, 2, 2, "fp32", False), (2, 1, 3, "bf16", False), (3, 1, 1, "fp16", True)],
-)
-def test_12_steps_equal_7_a_restart_and_5(ranks, node, stage, dtype, is_async, tmp_path):
+    ("ranks", "node", "stage", "dtype", "is_async", "loco"),
+    [
+        (4, 2, 2, "fp32", False, EVERYWHERE), (4, 2, 3, "bf16", False, LOCO), (2, 1, 3, "bf16", False, LOCO),
+        (3, 1, 1, "fp16", True, EVERYWHERE), (2, 2, 1, "fp32", False, EVERYWHERE),
+    ],
+)  # fmt: skip
+def test_12_steps_equal_7_a_restart_and_5(ranks, node, stage, dtype, is_async, loco, tmp_path):
     """Errors are forgotten after 9 sums: their age comes back too."""
-    source = settings(stage, dtype)
+    source = settings(stage, dtype, loco)
 
     def unbroken(engine):
         return train(engine, DATA), kept(engine)
@@ -128,12 +132,15 @@ def added_up(rows):
     return {name: (sum(row[name][0] for row in rows), sum(row[name][1] for row in rows)) for name in rows[0]}
 
 
-LAYOUTS = [(4, 2), (2, 1), (3, 1), (4, 1), (6, 2)]
+LAYOUTS = [
+    (4, 2, EVERYWHERE), (2, 1, EVERYWHERE), (3, 1, EVERYWHERE), (4, 1, LOCO), (6, 2, EVERYWHERE), (4, 2, LOCO),
+    (2, 2, EVERYWHERE),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("saved", [(4, 2), (3, 1)])
+@pytest.mark.parametrize("saved", [(4, 2, EVERYWHERE), (3, 1, EVERYWHERE), (4, 2, LOCO)])
 def test_the_sum_of_errors_in_the_mean_gradient_stays_at_other_numbers_of_ranks(saved, tmp_path):
-    """Also between errors of ranks and of nodes, and where nodes have one rank."""
+    """Also between errors of ranks and of nodes, and where nodes have one rank or have plain sums."""
 
     def first(engine):
         train(engine, DATA[:5])
@@ -144,10 +151,10 @@ def test_the_sum_of_errors_in_the_mean_gradient_stays_at_other_numbers_of_ranks(
         engine.load_checkpoint(str(tmp_path))
         return shares(engine)
 
-    expected = added_up(on_ranks(*saved, first, settings()))
+    expected = added_up(on_ranks(*saved[:2], first, settings(loco=saved[2])))
     assert any(float(total.abs().max()) > 0 for total, _ in expected.values())
     for layout in LAYOUTS:
-        found = added_up(on_ranks(*layout, load, settings(), seed=90))
+        found = added_up(on_ranks(*layout[:2], load, settings(loco=layout[2]), seed=90))
         assert found.keys() == expected.keys()
         for name, (total, miss) in found.items():
             worst = float((total - expected[name][0]).abs().max())

@@ -12,6 +12,7 @@ import torch
 from mpispeed.base.errors import CommError
 from mpispeed.mesh import sim
 from mpispeed.mesh.backends import meetings, shared_slots
+from mpispeed.mesh.collectives.transport import Waiting
 from mpispeed.native import status
 from tests.helpers import verbs
 
@@ -111,7 +112,7 @@ def test_slots_without_compiled_meetings(size, dtype):
     def check(world):
         transport = world.comm.transport
         memory = transport.library_share(memory_for(size), 0)
-        met = meetings.Meetings(transport, meetings.Waiting(world.comm.ranks), memory, SLOT_BYTES)
+        met = meetings.Meetings(transport, Waiting(world.comm.ranks), memory, SLOT_BYTES)
         slots = shared_slots.SharedSlots(transport, met)
         transport.fast = lambda *, is_small=False: slots if is_small else None
         verbs.check_ordered_bits(world.comm, dtype, (0, 1, 7, 900))

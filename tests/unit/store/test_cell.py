@@ -9,7 +9,7 @@ import torch
 from mpispeed.base.errors import StoreError
 from mpispeed.native.block_io import inject
 from mpispeed.store.private_folder import run_name
-from mpispeed.store.stored_tensor import STEP, MemoryTensor, settle
+from mpispeed.store.stored_tensor import STEP, WIDENED, MemoryTensor, settle, widen
 from mpispeed.store.swap import SwapFolder
 from mpispeed.store.tiers import PARAM, SwapPlan, Tiers
 
@@ -55,6 +55,31 @@ def test_memory_is_its_tensor():
     assert values.eq(1).all()
     stored.clear()
     assert values.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("numel", [1, 2, 5, 1000, 3 * WIDENED + 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_values_are_widened_where_they_are(numel, dtype):
+    values = torch.full((numel,), 7.0)
+    narrow = MemoryTensor(values).narrowed(dtype)
+    wanted = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    narrow.put(wanted)
+    assert (narrow.numel, narrow.dtype, narrow.memory_bytes) == (numel, dtype, numel * dtype.itemsize)
+    widen(values, dtype)
+    assert torch.equal(values, wanted.float())
+
+
+def test_a_file_holds_the_one_or_the_other_dtype(stored):
+    narrow = stored.narrowed(torch.bfloat16)
+    for _ in range(2):
+        stored.put(numbers())
+        narrow.put(numbers().bfloat16())
+        assert torch.equal(narrow.get(), numbers().bfloat16())
+        lease = narrow.lend(STEP, 2 * STEP)
+        assert torch.equal(lease.wait(), numbers()[STEP : 2 * STEP].bfloat16())
+        lease.give_back(changed=False)
+    stored.put(numbers())
+    assert torch.equal(stored.get(), numbers())
 
 
 def test_what_was_never_written_is_zero_and_is_not_read(tiers, stored):

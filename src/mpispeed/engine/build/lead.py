@@ -22,7 +22,7 @@ def is_kept(
 ) -> bool:
     """True if nothing of a step but the host's records needs the norm of its gradients on the host.
 
-    All states are on the device, no other rank has to be heard, the rule takes its factor from the device,
+    All states are on the device, groups of ranks keep the lead of the host, the rule takes its factor from the device,
     and neither a loss scale nor an exchange of gradients follows overflows. Local; the same on all ranks.
     """
     exchange, rule = optimization.exchange, optimization.rule
@@ -30,7 +30,7 @@ def is_kept(
         plan.device.type not in ("cpu", "meta")
         and not params.tiers.is_swapping
         and not params.tiers.keeps_on_host
-        and mesh.size == 1  # verbs between ranks stage tensors of a device through the host
+        and all(comm.keeps_lead(plan.device) for _, comm in mesh.groups())
         and isinstance(rule, TakesFactor)
         and rule.takes_factor
         and not scaler.dynamic

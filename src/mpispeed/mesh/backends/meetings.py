@@ -6,46 +6,29 @@ leaves its core to torch or to the rank it waits for. Where that is missing the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends.shared_memory import share_memory
 from mpispeed.mesh.collectives.host_collectives import COMPLEX, FLOATS, HALF_FLOATS, INTEGERS, OPS
-from mpispeed.mesh.collectives.transport import Transport, arrival
+from mpispeed.mesh.collectives.transport import Transport, Waiting, arrival
 from mpispeed.mesh.collectives.work import by_text, nap_until
 from mpispeed.native import status
-
-SPIN_NS = 50_000
-"""How long a rank polls for the others before it sleeps: waking takes about as long."""
 
 DOOR_BYTES, LINE_BYTES = 128, 64
 """What is in front of all slots, and in front of the data of each, as in meeting.h."""
 
-VERBS = ("all_reduce", "reduce_scatter", "all_gather")
+VERBS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+MOVES = ("all_gather", "all_to_all", "broadcast")
 DTYPES = sorted((*FLOATS, *HALF_FLOATS, *COMPLEX, *INTEGERS), key=str)
 CODES = {key: number << 40 for number, key in enumerate(product(VERBS, OPS, (*DTYPES, torch.bool)))}
 """Numbers of calls by verb, operation and dtype; bytes are added."""
 
 _CALLS = {code: key for key, code in CODES.items()}
-
-
-class Waiting(NamedTuple):
-    """The way in which ranks of a group wait for each other.
-
-    Attributes:
-        ranks: world ranks of the members, for messages.
-        spin_ns: how long to poll for others before sleeping.
-        beat: called while others are late, every few milliseconds.
-    """
-
-    ranks: Sequence[int]
-    spin_ns: int = SPIN_NS
-    beat: Callable[[], object] = lambda: None
 
 
 def open_meetings(
@@ -124,4 +107,4 @@ def _text(code: int) -> str:
     """A call in words."""
     verb, op, dtype = _CALLS[code >> 40 << 40]
     name = str(dtype).removeprefix("torch.")
-    return f"{verb} of {code & (1 << 40) - 1} bytes" + ("" if verb == "all_gather" else f" ({op} of {name})")
+    return f"{verb} of {code & (1 << 40) - 1} bytes" + ("" if verb in MOVES else f" ({op} of {name})")

@@ -15,9 +15,19 @@ import torch
 from mpi4py import MPI
 
 from mpispeed.base.errors import CommError
-from mpispeed.mesh.backends import meetings, shared_scratch, shared_slots
+from mpispeed.mesh.backends import shared_scratch, shared_slots
 from mpispeed.mesh.collectives.host_collectives import is_own_cut
-from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, Comparison, Fast, Pairs, Poll, Source, Transport
+from mpispeed.mesh.collectives.transport import (
+    EXCHANGE_TAG,
+    SPIN_NS,
+    Comparison,
+    Fast,
+    Pairs,
+    Poll,
+    Source,
+    Transport,
+    Waiting,
+)
 from mpispeed.mesh.collectives.work import nap_until
 from mpispeed.mesh.ending import Ending
 
@@ -113,16 +123,15 @@ class MpiTransport(Transport):
         super().__init__(handle.Get_rank(), len(ranks), shares_memory=all(rank in node_ranks for rank in ranks))
         self._handle, self._node_ranks = handle, node_ranks
         self._is_crowded = len(node_ranks) > (os.cpu_count() or 1)
-        self._ranks = ranks
+        # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
+        self.waiting = Waiting(ranks, 0 if self._is_crowded else SPIN_NS, self._progress)
         self._open: dict[bool, Fast | None] = {} if self.size > 1 and self.shares_memory else {True: None, False: None}
 
     def fast(self, *, is_small: bool = False) -> Fast | None:
         """Scratch or slots in shared memory, opened at first use. Collective over: this group, at the first call."""
         if is_small not in self._open:
-            # Where ranks outnumber cores, a rank that polls would keep the one it waits for from its core.
-            spin_ns = 0 if self._is_crowded else meetings.SPIN_NS
-            waiting = meetings.Waiting(self._ranks, spin_ns, self._progress)
-            self._open[is_small] = (shared_slots.open_slots if is_small else shared_scratch.open_scratch)(self, waiting)
+            opened = shared_slots.open_slots if is_small else shared_scratch.open_scratch
+            self._open[is_small] = opened(self, self.waiting)
         return self._open[is_small]
 
     def _progress(self) -> None:

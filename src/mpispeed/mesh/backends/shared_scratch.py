@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from mpispeed.mesh.backends.meetings import CODES, Meetings, Waiting, open_meetings
+from mpispeed.mesh.backends.meetings import CODES, Meetings, open_meetings
 from mpispeed.mesh.collectives.host_collectives import combine
-from mpispeed.mesh.collectives.transport import Fast, Transport
+from mpispeed.mesh.collectives.transport import Fast, Transport, Waiting
 
 PIECE_BYTES = 8 << 20
 """What one rank puts into a buffer at a time: large enough that meetings cost little when ranks share cores."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from mpispeed.mesh.backends.meetings import CODES, LINE_BYTES, Meetings, Waiting, open_meetings
+from mpispeed.mesh.backends.meetings import CODES, LINE_BYTES, Meetings, open_meetings
 from mpispeed.mesh.collectives.host_collectives import combine
-from mpispeed.mesh.collectives.transport import Fast, Transport
+from mpispeed.mesh.collectives.transport import Fast, Transport, Waiting
 from mpispeed.native import status
 from mpispeed.native.flat import KINDS
 

@@ -1,4 +1,4 @@
-"""The verbs on tensors of a device: through pinned host buffers in windows, or by address where MPI can read them.
+"""The verbs on tensors of a device where a group has no path for them: through pinned host buffers in windows.
 
 A window is copied to the host while the one before it is sent, and results are copied back behind it: three buffers
 take turns. Messages and the order of sums are those of the same verb on the host, so results are bitwise equal. Copies
@@ -8,7 +8,6 @@ and copies nothing to the host.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from mpispeed.mesh.collectives.work import in_this_mode
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.group import Group
-    from mpispeed.mesh.collectives.work import Posted
+    from mpispeed.mesh.collectives.transport import Posted
 
 WINDOW_BYTES = 16 << 20
 """Most of a window: large enough for the link, small enough that the first copy is soon over."""
@@ -33,15 +32,7 @@ _SLACK = 16
 SLOTS = 3
 """One is filled, one travels, one is copied back."""
 
-POINTERS = "MPISPEED_DEVICE_POINTERS"
-"""Set to 1 where MPI takes addresses of device memory (`mpispeed doctor` tries it in a process of its own)."""
-
 _OWN = threading.local()
-
-
-def takes_pointers() -> bool:
-    """True if addresses of device memory are handed to MPI, for verbs that only move bytes."""
-    return os.environ.get(POINTERS, "") == "1"
 
 
 class _Slot:
@@ -198,6 +189,11 @@ def reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, op: st
     )
 
 
+def move(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Copy flat `x` to `out` between a device and the host; `out` is complete where it is on the host."""
+    _scale(out, x, 1.0)
+
+
 def _scale(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
     """`scale * x`, rounded once, as a sum of one part is on the host; `out` is complete where it is on the host."""
     if out.device == x.device:
@@ -226,7 +222,7 @@ def _fetch(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         step = max(WINDOW_BYTES // out.itemsize, 1)
         for part, source in zip(torch.split(out, step), torch.split(x, step), strict=True):
             _fill(part, _times(source, scale).to(out.dtype))
-        _finish(x.device)
+        finish(x.device)
         return
     dtype = x.dtype if scale == 1.0 and x.itemsize < out.itemsize else out.dtype
 
@@ -247,7 +243,7 @@ def _bring(out: torch.Tensor, x: torch.Tensor, scale: float) -> None:
     """`scale * x` of the host into memory of a device; `x` may change afterwards."""
     if scale == 1.0 and out.dtype == x.dtype and x.is_pinned():
         _fill(out, x)
-        _finish(out.device)
+        finish(out.device)
         return
     for window in _windows(out.device, out.numel(), out.itemsize):
         window.claim(window.width * out.itemsize)
@@ -263,10 +259,6 @@ def broadcast(group: Group, x: torch.Tensor, root: int) -> None:
     """Copy `x` of `root` to all. Collective over: `group`."""
     device = _device_of(x)
     if group.size == 1:
-        return
-    if takes_pointers():
-        _finish(device)
-        host_collectives.broadcast(group, x, root)
         return
 
     def load(window: _Window) -> torch.Tensor:
@@ -288,10 +280,6 @@ def all_gather(group: Group, out: torch.Tensor, shard: torch.Tensor) -> None:
     device = _device_of(out, shard)
     if group.size == 1:
         _scale(out, shard, 1.0)
-        return
-    if takes_pointers() and out.nbytes <= group.limits.chunk_bytes:
-        _finish(device)
-        host_collectives.gather_chunks(group, out, shard)
         return
     columns = out.view(group.size, shard.numel())
 
@@ -317,10 +305,6 @@ def all_to_all(
     if group.size == 1:
         _scale(out, x, 1.0)
         return
-    if takes_pointers() and (counts is not None or out.nbytes <= group.limits.chunk_bytes):
-        _finish(device)
-        host_collectives.all_to_all(group, out, x, out_counts, counts)
-        return
     if counts is not None:
         source, target = _fetched(x), devices.pinned(out.numel(), out.dtype)
         host_collectives.all_to_all(group, target, source, out_counts, counts)
@@ -345,7 +329,6 @@ def all_to_all(
 
 def gather(group: Group, out: torch.Tensor, shard: torch.Tensor, root: int) -> None:
     """Equal shards in rank order into `out` of `root`. Collective over: `group`."""
-    _device_of(out, shard)
     is_root = group.rank == root
     host = devices.pinned(out.numel(), out.dtype) if is_root else out
     host_collectives.gather(group, host, _fetched(shard), root)
@@ -355,7 +338,6 @@ def gather(group: Group, out: torch.Tensor, shard: torch.Tensor, root: int) -> N
 
 def scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, root: int) -> None:
     """Equal parts of `full` of `root`, one for each rank. Collective over: `group`."""
-    _device_of(shard, full)
     host = devices.pinned(shard.numel(), shard.dtype)
     host_collectives.scatter(group, host, _fetched(full) if group.rank == root else full, root)
     _fill(shard, host)
@@ -363,22 +345,12 @@ def scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, root: int) ->
 
 def send(group: Group, x: torch.Tensor, dst: int, tag: int) -> None:
     """One message, in the pieces that a receiver expects on any device."""
-    device = _device_of(x)
-    if takes_pointers():
-        _finish(device)
-        host_collectives.send(group, x, dst, tag)
-        return
     for piece in host_collectives.pieces(x, group.limits.chunk_bytes):
         host_collectives.send(group, _fetched(piece), dst, tag)
 
 
 def recv(group: Group, x: torch.Tensor, src: int, tag: int) -> None:
     """One message, in the pieces that a sender makes on any device."""
-    device = _device_of(x)
-    if takes_pointers():
-        _finish(device)
-        host_collectives.recv(group, x, src, tag)
-        return
     for piece in host_collectives.pieces(x, group.limits.chunk_bytes):
         host = devices.pinned(piece.numel(), piece.dtype)
         host_collectives.recv(group, host, src, tag)
@@ -390,21 +362,11 @@ def post_send(group: Group, x: torch.Tensor, dst: int, tag: int) -> Posted:
 
     The copy to the host is waited for: a message that is posted later must not overtake this one.
     """
-    device = _device_of(x)
-    host = x
-    if takes_pointers():
-        _finish(device)
-    else:
-        host = _fetched(x)
-    return host_collectives.post_send(group, host, dst, tag)
+    return host_collectives.post_send(group, _fetched(x), dst, tag)
 
 
 def post_recv(group: Group, x: torch.Tensor, src: int, tag: int) -> Posted:
     """One message, not waited for; it arrives in host memory and is brought into `x` from there."""
-    device = _device_of(x)
-    if takes_pointers():
-        _finish(device)
-        return host_collectives.post_recv(group, x, src, tag)
     host = devices.pinned(x.numel(), x.dtype)
     bring = in_this_mode(lambda: _fill(x, host))
     return host_collectives.post_recv(group, host, src, tag)._replace(bring=bring)
@@ -415,10 +377,10 @@ def _fetched(x: torch.Tensor) -> torch.Tensor:
     if not is_on_device(x):
         return x
     host = _fill(devices.pinned(x.numel(), x.dtype).view(x.shape), x)
-    _finish(x.device)
+    finish(x.device)
     return host
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
     """Wait until the work queued by this thread is done."""
     devices.mark(device).synchronize()

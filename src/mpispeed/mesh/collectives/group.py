@@ -23,6 +23,7 @@ from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.recorder import CallSequence
 
 if TYPE_CHECKING:
+    from mpispeed.mesh.collectives.device_path import DevicePath
     from mpispeed.mesh.collectives.transport import Transport
 
 Axes = tuple[str, ...]
@@ -159,7 +160,10 @@ class Group:
         limits: sizes of messages and time-outs.
         sequence: the group in the flight recorder; None: it is not recorded.
         turn: on a channel, waits until operations started before have ended.
+        device_path: how tensors of a device travel; None: through host memory.
     """
+
+    device_path: DevicePath | None = None
 
     def __init__(
         self,
@@ -203,6 +207,18 @@ class Group:
     def window_elements(self, dtype: torch.dtype) -> int:
         """Elements per rank and window so that a window of all ranks fits scratch and message limits."""
         return max(1, min(self.limits.window_bytes, self.limits.chunk_bytes) // (self.size * dtype.itemsize))
+
+    def keeps_lead(self, device: torch.device) -> bool:
+        """True if verbs on tensors of `device` make the host wait for nothing."""
+        path = self.device_path
+        return self.size == 1 or (path is not None and path.device == device and not path.waits_on_host)
+
+    def close(self) -> None:
+        """Release the path of devices, if there is one, and the transport. Collective over: this group."""
+        path, self.device_path = self.device_path, None
+        if path is not None:
+            path.close()
+        self.transport.close()
 
     def split(
         self,

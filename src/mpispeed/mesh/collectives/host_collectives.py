@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpispeed.mesh.collectives.work import Posted
+from mpispeed.mesh.collectives.transport import Posted
 from mpispeed.native.reduce import tree_reduce, tree_sum
 from mpispeed.native.status import address
 
@@ -52,11 +52,11 @@ SMALL_BYTES = 32 << 10
 
 def all_reduce(group: Group, x: torch.Tensor, op: str, scale: float) -> None:
     """Combine `x` in place. Collective over: `group`."""
-    x, op, scale = _normal(group, x, op, scale)
+    x, op, scale = normal(group, x, op, scale)
     fast = _shortcut(group, x, op)
     if fast is not None:
         fast.all_reduce(x, op, scale, group.threads)
-    elif _is_ordered(group, x.dtype, op):
+    elif is_ordered(group, x.dtype, op):
         ordered_all_reduce(group, x, op, scale)
     else:
         for piece in pieces(x, group.limits.chunk_bytes):
@@ -66,10 +66,10 @@ def all_reduce(group: Group, x: torch.Tensor, op: str, scale: float) -> None:
 
 def reduce(group: Group, x: torch.Tensor, root: int, op: str) -> None:
     """Combine into `x` of `root`; others keep theirs. Collective over: `group`."""
-    x, op, scale = _normal(group, x, op, 1.0)
-    is_ordered = _is_ordered(group, x.dtype, op)
-    for piece in pieces(x, group.limits.window_bytes if is_ordered else group.limits.chunk_bytes):
-        if is_ordered:
+    x, op, scale = normal(group, x, op, 1.0)
+    in_order = is_ordered(group, x.dtype, op)
+    for piece in pieces(x, group.limits.window_bytes if in_order else group.limits.chunk_bytes):
+        if in_order:
             copy = group.scratch("copy", piece.numel(), piece.dtype)
             copy.copy_(piece)
             ordered_all_reduce(group, copy, op, scale)
@@ -98,12 +98,12 @@ def all_gather(group: Group, out: torch.Tensor, shard: torch.Tensor) -> None:
 
 def reduce_scatter(group: Group, shard: torch.Tensor, full: torch.Tensor, op: str, scale: float) -> None:
     """Combine `full` and keep this rank's shard; `shard` may be its slice of `full`. Collective over: `group`."""
-    shard, _, _ = _normal(group, shard, op, scale)
-    full, op, scale = _normal(group, full, op, scale)
+    shard, _, _ = normal(group, shard, op, scale)
+    full, op, scale = normal(group, full, op, scale)
     fast = _shortcut(group, full, op)
     if fast is not None:
         fast.reduce_scatter(shard, full, op, scale, group.threads)
-    elif _is_ordered(group, full.dtype, op):
+    elif is_ordered(group, full.dtype, op):
         ordered_reduce_scatter(group, shard, full, op, scale)
     else:
         library_reduce_scatter(group, shard, full, op)
@@ -191,7 +191,7 @@ def _one_shot(group: Group, x: torch.Tensor, op: str | None) -> Fast | None:
     return None if small is None or x.nbytes > small.limit_bytes else small
 
 
-def _is_ordered(group: Group, dtype: torch.dtype, op: str) -> bool:
+def is_ordered(group: Group, dtype: torch.dtype, op: str) -> bool:
     """True if the order of reduction is fixed here; integers and extrema give the same bits in any order."""
     if dtype in HALF_FLOATS:
         return True
@@ -199,7 +199,8 @@ def _is_ordered(group: Group, dtype: torch.dtype, op: str) -> bool:
     return rounds and (group.reduction == "ordered" or group.size == 1)
 
 
-def _normal(group: Group, x: torch.Tensor, op: str, scale: float) -> tuple[torch.Tensor, str, float]:
+def normal(group: Group, x: torch.Tensor, op: str, scale: float) -> tuple[torch.Tensor, str, float]:
+    """An equivalent view, operation and scale without averages and the special cases of `as_reducible`."""
     x, op = as_reducible(x, op)
     return (x, "sum", scale / group.size) if op == "avg" else (x, op, scale)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,32 @@ Source = Callable[[], int | None]
 
 Pairs = Sequence[tuple[torch.Tensor, int]]
 """Flat tensors with the rank they go to or come from."""
+
+
+class Posted(NamedTuple):
+    """A message under way: its polls, the buffers it needs until then, and the final copy to its destination."""
+
+    polls: list[Poll]
+    kept: object
+    bring: Callable[[], object] | None = None
+
+
+SPIN_NS = 50_000
+"""How long a rank polls for the others before it sleeps: waking takes about as long."""
+
+
+class Waiting(NamedTuple):
+    """The way in which ranks of a group wait for each other.
+
+    Attributes:
+        ranks: world ranks of the members, for messages.
+        spin_ns: how long to poll for others before sleeping.
+        beat: called while others are late, every few milliseconds.
+    """
+
+    ranks: Sequence[int]
+    spin_ns: int = SPIN_NS
+    beat: Callable[[], object] = lambda: None
 
 
 class Fast(abc.ABC):
@@ -63,6 +89,7 @@ class Transport(abc.ABC):
         rank: position of this rank.
         size: number of ranks.
         shares_memory: all ranks of the group are on one node.
+        waiting: the way of ranks to wait for each other in memory that they share.
         moves: False where verbs only check and count, as in a dry run; then tensors may be on the meta device.
     """
 
@@ -70,6 +97,7 @@ class Transport(abc.ABC):
 
     def __init__(self, rank: int, size: int, *, shares_memory: bool = True) -> None:
         self.rank, self.size, self.shares_memory = rank, size, shares_memory
+        self.waiting = Waiting(range(size))
 
     @abc.abstractmethod
     def alltoall(self, out: torch.Tensor, x: torch.Tensor) -> None:

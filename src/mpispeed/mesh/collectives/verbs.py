@@ -14,7 +14,7 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
 from mpispeed.base.recorder_file import Kind
-from mpispeed.mesh.collectives import device_collectives, host_collectives
+from mpispeed.mesh.collectives import device_verbs, host_collectives
 from mpispeed.mesh.collectives.group import Call, Group
 from mpispeed.mesh.collectives.host_collectives import (
     BITWISE,
@@ -26,8 +26,8 @@ from mpispeed.mesh.collectives.host_collectives import (
     is_own_cut,
     overlaps,
 )
-from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, ROLL_CALL_TAG
-from mpispeed.mesh.collectives.work import Posted, nap_until
+from mpispeed.mesh.collectives.transport import EXCHANGE_TAG, ROLL_CALL_TAG, Posted
+from mpispeed.mesh.collectives.work import nap_until
 
 P = ParamSpec("P")
 
@@ -266,7 +266,7 @@ ALL_REDUCE: Verb[[torch.Tensor, str, float]] = Verb(
     tensors=1,
     call=lambda group, x, op, _: Call(group, "all_reduce", 2 * x.nbytes * (group.size - 1) // group.size, x, op),
     host=host_collectives.all_reduce,
-    device=device_collectives.all_reduce,
+    device=device_verbs.all_reduce,
     combines=lambda group, x, op, scale: check_reduction(x.dtype, op, scale, f"all_reduce over {group}"),
     label=lambda x, op, _: f"{op} of {x.numel()} {x.dtype}",
 )
@@ -275,7 +275,7 @@ REDUCE: Verb[[torch.Tensor, int, str]] = Verb(
     tensors=1,
     call=lambda group, x, root, op: Call(group, "reduce", 0 if group.rank == root else x.nbytes, x, op, peer=root),
     host=host_collectives.reduce,
-    device=device_collectives.reduce,
+    device=device_verbs.reduce,
     combines=_check_root,
 )
 BROADCAST: Verb[[torch.Tensor, int]] = Verb(
@@ -285,7 +285,7 @@ BROADCAST: Verb[[torch.Tensor, int]] = Verb(
         group, "broadcast", x.nbytes if group.rank == root and group.size > 1 else 0, x, peer=root
     ),
     host=host_collectives.broadcast,
-    device=device_collectives.broadcast,
+    device=device_verbs.broadcast,
     fits=lambda group, name, _, root: check_peer(group, root, name),
     label=lambda x, root: f"of {x.nbytes} bytes from {root}",
 )
@@ -294,7 +294,7 @@ ALL_GATHER: Verb[[torch.Tensor, torch.Tensor]] = Verb(
     tensors=2,
     call=lambda group, out, _: Call(group, "all_gather", _others(group, out), out),
     host=host_collectives.all_gather,
-    device=device_collectives.all_gather,
+    device=device_verbs.all_gather,
     fits=lambda group, _, out, shard: check_cut(group, "all_gather", out, shard),
     label=lambda out, _: f"of {out.nbytes} bytes",
 )
@@ -303,7 +303,7 @@ REDUCE_SCATTER: Verb[[torch.Tensor, torch.Tensor, str, float]] = Verb(
     tensors=2,
     call=lambda group, _, full, op, __: Call(group, "reduce_scatter", _others(group, full), full, op),
     host=host_collectives.reduce_scatter,
-    device=device_collectives.reduce_scatter,
+    device=device_verbs.reduce_scatter,
     combines=_check_sums,
     label=lambda _, full, op, __: f"{op} of {full.numel()} {full.dtype}",
 )
@@ -312,7 +312,7 @@ ALL_TO_ALL: Verb[[torch.Tensor, torch.Tensor, Sequence[int] | None, Sequence[int
     tensors=2,
     call=_exchanged,
     host=host_collectives.all_to_all,
-    device=device_collectives.all_to_all,
+    device=device_verbs.all_to_all,
     fits=lambda group, _, out, x, out_counts, counts: check_exchange(group, out, x, out_counts, counts),
 )
 GATHER: Verb[[torch.Tensor, torch.Tensor, int]] = Verb(
@@ -322,7 +322,7 @@ GATHER: Verb[[torch.Tensor, torch.Tensor, int]] = Verb(
         group, "gather", 0 if group.rank == root else shard.nbytes, shard, peer=root
     ),
     host=host_collectives.gather,
-    device=device_collectives.gather,
+    device=device_verbs.gather,
     fits=lambda group, name, out, shard, root: check_rooted(group, name, out, shard, root),
 )
 SCATTER: Verb[[torch.Tensor, torch.Tensor, int]] = Verb(
@@ -332,7 +332,7 @@ SCATTER: Verb[[torch.Tensor, torch.Tensor, int]] = Verb(
         group, "scatter", _others(group, full) if group.rank == root else 0, shard, peer=root
     ),
     host=host_collectives.scatter,
-    device=device_collectives.scatter,
+    device=device_verbs.scatter,
     fits=lambda group, name, shard, full, root: check_rooted(group, name, full, shard, root),
 )
 SEND: Message[[torch.Tensor, int, int]] = Message(
@@ -340,20 +340,20 @@ SEND: Message[[torch.Tensor, int, int]] = Message(
     tensors=1,
     call=lambda group, x, dst, tag: Call(group, "send", x.nbytes, x, peer=dst, tag=tag, kind=Kind.SEND),
     host=host_collectives.send,
-    device=device_collectives.send,
+    device=device_verbs.send,
     fits=lambda group, name, _, dst, tag: check_message(group, dst, tag, name),
     post_host=host_collectives.post_send,
-    post_device=device_collectives.post_send,
+    post_device=device_verbs.post_send,
 )
 RECV: Message[[torch.Tensor, int, int]] = Message(
     name="recv",
     tensors=1,
     call=lambda group, x, src, tag: Call(group, "recv", 0, x, peer=src, tag=tag, kind=Kind.RECV),
     host=host_collectives.recv,
-    device=device_collectives.recv,
+    device=device_verbs.recv,
     fits=lambda group, name, _, src, tag: check_message(group, src, tag, name),
     post_host=host_collectives.post_recv,
-    post_device=device_collectives.post_recv,
+    post_device=device_verbs.post_recv,
 )
 
 TABLE = (ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, GATHER, SCATTER)

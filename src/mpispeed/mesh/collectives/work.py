@@ -68,14 +68,6 @@ def in_this_mode(fn: Callable[[], object]) -> Callable[[], object]:
     return call
 
 
-class Posted(NamedTuple):
-    """A message under way: its polls, the buffers it needs until then, and the final copy to its destination."""
-
-    polls: list[Poll]
-    kept: object
-    bring: Callable[[], object] | None = None
-
-
 class Work:
     """A started operation; holds on to its buffers until it is done.
 

@@ -216,12 +216,14 @@ def quantized_reduce_scatter(
     block: int,
     scale: float = 1.0,
     feedback: Feedback | None = None,
+    codes_inner: bool = True,
 ) -> None:
     """Sum `full` over both groups in two hops of 4-bit codes, and leave `scale` times this rank's part in `shard`.
 
     The buffer is sharded over `inner`, then `outer`: with sizes I and O and P elements, the rank with the indices
     (i, o) gets the P / (I * O) elements from i * P / I + o * P / (I * O) on. Values are quantized before each
-    hop, sums run in rank order in fp32, and `shard` (which may be a slice of `full`) is rounded once.
+    hop, sums run in rank order in fp32, and `shard` (which may be a slice of `full`) is rounded once. Without
+    `codes_inner` the first hop is a plain reduce-scatter to fp32, with `full` as scratch.
 
     Collective over: `inner` and `outer`.
     Shapes: full has I * O times the elements of shard; their float dtypes may differ.
@@ -235,17 +237,19 @@ def quantized_reduce_scatter(
     if whole.numel() != pieces * part.numel():
         msg = f"{where}: full has {whole.numel()} elements, {pieces} shards of {part.numel()} have another number"
         raise CommError(msg)
-    hops = [comm for comm in (inner, outer) if comm.size > 1]
+    hops = [(name, comm) for name, comm in _named(inner, outer) if comm.size > 1]
+    if not codes_inner and inner.size > 1:
+        whole, hops, pieces = _summed(inner, whole), hops[1:], outer.size
     grid = _grid(where, part.numel(), block, pieces)
     if not hops:
         part.copy_(whole.float() * scale if scale != 1.0 else whole)
         return
-    threads, beta, place = hops[0].group.threads, feedback.beta if feedback else 0.0, whole.device
+    threads, beta, place = hops[0][1].group.threads, feedback.beta if feedback else 0.0, whole.device
     result = part if part.device == place else torch.empty_like(part, device=place)
-    coded = _room(hops[0], "sent", grid, SUM_BITS, place)
-    error = feedback.error("first", grid, place) if feedback else None
+    coded = _room(hops[0][1], "sent", grid, SUM_BITS, place)
+    error = feedback.error(hops[0][0], grid, place) if feedback else None
     quantize(coded, whole, grid, error=error, beta=beta, threads=threads)
-    for i, comm in enumerate(hops):
+    for i, (_, comm) in enumerate(hops):
         received = _room(comm, "received", grid, SUM_BITS, place)
         for target, source in zip(received, coded, strict=True):
             comm.all_to_all(target, source)
@@ -254,13 +258,32 @@ def quantized_reduce_scatter(
         if i == len(hops) - 1:
             dequantize_sum(result, parts, grid, scale=scale, threads=threads)
         else:
-            coded = _room(hops[i + 1], "sent", grid, SUM_BITS, place)
-            error = feedback.error("second", grid, place) if feedback else None
+            name, following = hops[i + 1]
+            coded = _room(following, "sent", grid, SUM_BITS, place)
+            error = feedback.error(name, grid, place) if feedback else None
             sum_requantize(coded, parts, grid, error=error, beta=beta, threads=threads)
     if result is not part:
         part.copy_(result)
     if feedback:
         feedback.count_use()
+
+
+def _named(inner: Comm, outer: Comm) -> list[tuple[str, Comm]]:
+    """The groups with the names of their hops in `Feedback`: whichever sums first has errors of whole buffers."""
+    return [("first", inner), ("second" if inner.size > 1 else "first", outer)]
+
+
+def _summed(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sum of `whole`, in fp32: a slice of it, or room of the group."""
+    numel, place = whole.numel() // comm.size, whole.device
+    if whole.dtype == torch.float32:
+        shard = whole[comm.rank * numel : (comm.rank + 1) * numel]
+    elif place == HOST:
+        shard = comm.group.scratch("codec plain sums", numel, torch.float32)
+    else:
+        shard = torch.empty(numel, dtype=torch.float32, device=place)
+    comm.reduce_scatter(shard, whole)
+    return shard
 
 
 def _floats(comm: Comm, x: torch.Tensor, where: str) -> torch.Tensor:

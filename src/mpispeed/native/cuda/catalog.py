@@ -64,10 +64,15 @@ def _multi(stem: str) -> list[str]:
     return [*_copied(*_typed(stem)), *_low(stem)]
 
 
-def _softmax_teams() -> list[str]:
+def _softmax(stem: str, arguments: str) -> Iterator[tuple[str, Kernel]]:
     """Groups of threads per row: lanes with 8 or 16 elements, a block, or a walking block; for each width of access."""
-    teams = ("8", "16", "block", "long", "single_8", "single_block", "single_long")
-    return [f"{drops}{team}" for drops in ("", "drop_") for team in teams]
+    wide, single = ("16", "block", "long"), ("single_8", "single_block", "single_long")
+    for name, teams in {"": wide, "_single": single, "_drop": wide, "_drop_single": single}.items():
+        drops = "drop_" if "drop" in name else ""
+        names = _typed(*(f"{stem}_{drops}{team}" for team in teams))
+        if "16" in teams:
+            names.append(f"{stem}_{drops}8_f32")
+        yield from _each(f"softmax/{stem}{name}.cu", arguments, names, is_hot=True)
 
 
 # fmt: off
@@ -85,9 +90,9 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
     *_each("optim/exact_squares.cu", "PPP16s", ["norm_and_factor"]),
-    *_each("softmax/softmax.cu", "PPPP96s", _typed(*(f"softmax_{team}" for team in _softmax_teams())), is_hot=True),
-    *_each("softmax/softmax.cu", "PPP96s", _typed(*(f"softmax_grad_{team}" for team in _softmax_teams())), is_hot=True),
-    *_each("softmax/softmax.cu", "PPQQIfI", _typed("dropout"), is_hot=True),
+    *_softmax("softmax", "PPPP96s"),
+    *_softmax("softmax_grad", "PPP96s"),
+    *_each("softmax/dropout.cu", "PPQQIfI", _typed("dropout"), is_hot=True),
     *_each("quant/block_encode.cu", "PPPPP48s", _typed(*(f"block_quantize{b}{e}"
            for b in (8, 4) for e in ("", "_error"))), is_hot=True),
     *_each("quant/block_encode.cu", "PPPP48s2056s", (f"block_requantize{a}_{b}{e}"
@@ -117,6 +122,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("token_drop/token_drop.cu", "PP48s", ["token_sources_i32", "token_sources_i64"]),
     *_each("rows/rows.cu", "PPPP32s", _typed("row_combine", "row_spread", "row_dot"), is_hot=True),
     *_each("rows/rows.cu", "PP32s", ["row_sources"]),
+    *_each("sum/tree_sum.cu", "P80s", [*_typed("tree_sum"), "tree_sum_bf16_f32", "tree_sum_fp16_f32"], is_hot=True),
     *_each("transformer/split_qkv.cu", "PPPPPPP40s", _typed("split_qkv", "merge_qkv"), is_hot=True),
 ])
 # fmt: on

@@ -131,7 +131,7 @@ def unusable_reason() -> str:
 class DeviceLauncher:
     """Kernels of one device.
 
-    Collective over: nothing; the first process of a node that needs a source compiles it, the others wait for that.
+    Collective over: nothing; processes of a node that come here at the same time share the compilation of kernels.
     """
 
     def __init__(self, index: int) -> None:
@@ -152,8 +152,9 @@ class DeviceLauncher:
             self._context = self._pycuda.Device(index).retain_primary_context()
         # For ever: at the end of the interpreter pycuda would detach a context that torch's memory still needs.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-        # A device without compiler or machine code is found out here, once, not in the middle of a step.
-        store.check_available(sources(), self.arch)
+        # A device without compiler or machine code is found out here, once, not in the middle of a step; and ranks
+        # that come here together compile side by side.
+        store.compile_missing(sources(), self.arch)
         with self._current():
             context = self._driver.current_context()
         self._queue = compiled.Queue(
@@ -246,11 +247,19 @@ class Driver:
         """The handle of a kernel of a module."""
         return self._handle("cuModuleGetFunction", ctypes.c_void_p(module), name.encode())
 
-    def _handle(self, name: str, *args: Any) -> int:
-        out = ctypes.c_void_p()
-        code = getattr(self._library, name)(ctypes.byref(out), *args)
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver; its result is an error or nothing.
+
+        Raises:
+            RuntimeError: the driver refuses; says with which words.
+        """
+        code = getattr(self._library, name)(*args)
         if code:
             self.refuse(name, code)
+
+    def _handle(self, name: str, *args: Any) -> int:
+        out = ctypes.c_void_p()
+        self.call(name, ctypes.byref(out), *args)
         return out.value or 0
 
     def refuse(self, what: str, code: int) -> NoReturn:

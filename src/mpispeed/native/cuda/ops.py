@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from mpispeed.base.errors import UsageError
+from mpispeed.native.cuda.compiled import is_built, launch
 
 NAMESPACE = "mpispeed"
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_route = launch.route if is_built else None
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -54,12 +56,16 @@ class Operator:
         self.apply: Callable[..., Any] | None = None
         arguments = op._schema.arguments
         names = [argument.name for argument in arguments]
-        self._tensors = [at for at, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._tensors = tuple(at for at, argument in enumerate(arguments) if "Tensor" in str(argument.type))
         self._leaders = [names.index(name) for name in autocast]
         self._others = self._leaders + [names.index(name) for name in follow]
 
     def __call__(self, *args: Any) -> Any:
         """Compute it, and remember what backward needs where a gradient is wanted."""
+        if _route is not None and not torch.compiler.is_compiling():
+            way = _route(args, self._tensors)
+            if way:
+                return self.run(*args) if way == 1 or self.apply is None else self.apply(*args)
         tensors = [args[at] for at in self._tensors]
         if not is_eager(*tensors):
             return self.op(*args)
@@ -135,12 +141,15 @@ def differentiate(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             output = run(*args)
-            setup(ctx, args, output)
+            ctx.set_materialize_grads(False)
+            save(ctx, args, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return once(ctx, *grads)
+            if torch.is_grad_enabled():
+                refuse_second_derivative(name, ctx, grads)
+            return backward(ctx, *grads)
 
     Function.__name__ = Function.__qualname__ = name.replace("::", "_")
     operator.apply = apply_of(Function)
@@ -148,7 +157,10 @@ def differentiate(
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` for eager mode, without what `Function.apply` does for function transforms on every call."""
+    """`function.apply` for eager mode, without what torch does for function transforms and `vjp` on every call."""
+    behind = getattr(function, "_backward_cls", None)
+    if is_built and behind is not None:
+        behind.apply = launch.bound(function.backward)  # what torch's engine calls; its own looks for the same
     made: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return made
 

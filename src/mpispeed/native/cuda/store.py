@@ -1,6 +1,6 @@
 """Machine code of the kernels: prebuilt in a folder, or compiled once per node at first use.
 
-The key of a file is a hash of all sources below cuda/, the flags, the compiler's version and the architecture. The
+All sources are compiled when the first kernel is about to run, side by side. The key of a file is a hash of all sources below cuda/, the flags, the compiler's version and the architecture. The
 first process of a node compiles under a lock while the others wait, and publishes by rename; so a half-written file is
 never read. No MPI is needed, because the folder is local to the node.
 """
@@ -17,6 +17,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -70,24 +71,59 @@ def machine_code(source: str, arch: str) -> bytes:
     compiler = toolchain.version(toolchain.find_nvcc())
     kept = cache_folder() / file_name(source, arch, compiler)
     if not kept.exists():
-        with _locked(kept):
-            if not kept.exists():
-                code, _ = toolchain.compile_source(source, arch)
-                publish(code, kept)
+        _make(source, arch, kept, waits=True)
     return _read(kept)
 
 
-def check_available(wanted: Iterable[str], arch: str) -> None:
-    """Check that there is machine code for every source, or a compiler to make it.
+def compile_missing(wanted: Iterable[str], arch: str) -> list[str]:
+    """Compile what was neither built ahead nor kept, as many sources at a time as this process may use cores.
+
+    Processes of a node that do so together share the work: what another one is at is waited for when nothing else is
+    left to compile.
+
+    Returns:
+        The sources that this process compiled.
 
     Raises:
-        NativeMissing: a source was not built ahead, and there is no compiler or no folder for its output; or
-            another user could write to a folder.
+        NativeMissing: as `machine_code` says, of the first source that cannot be had.
     """
-    if any(_built_ahead(source, arch) is None for source in wanted):
-        toolchain.check_architecture(arch)
-        toolchain.version(toolchain.find_nvcc())
-        cache_folder()
+    missing = [source for source in wanted if _built_ahead(source, arch) is None]
+    if not missing:
+        return []
+    toolchain.check_architecture(arch)
+    compiler, folder = toolchain.version(toolchain.find_nvcc()), cache_folder()
+    places = {source: folder / file_name(source, arch, compiler) for source in missing}
+    missing = [source for source in missing if not places[source].exists()]
+    if not missing:
+        return []
+    cores = min(len(os.sched_getaffinity(0)), len(missing))
+    said = f"{len(missing)} sources of kernels are compiled for {arch}, {cores} at a time; once on this node"
+    once(_logger, logging.INFO, said)
+    made: list[str] = []
+    with ThreadPoolExecutor(cores) as pool:
+        try:
+            for waits in (False, True):
+                done = list(
+                    pool.map(lambda source, waits=waits: _make(source, arch, places[source], waits=waits), missing)
+                )
+                made += [source for source, is_mine in zip(missing, done, strict=True) if is_mine]
+                missing = [source for source, is_mine in zip(missing, done, strict=True) if is_mine is None]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return made
+
+
+def _make(source: str, arch: str, kept: Path, *, waits: bool) -> bool | None:
+    """Compile a source if nobody did: whether this process did it, None if another is at it that is not waited for."""
+    with _locked(kept, waits=waits) as is_locked:
+        if not is_locked:
+            return None
+        if kept.exists():
+            return False
+        code, _ = toolchain.compile_source(source, arch)
+        publish(code, kept)
+        return True
 
 
 def publish(code: bytes, path: Path) -> None:
@@ -197,7 +233,11 @@ def _user() -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, waits: bool) -> Iterator[bool]:
     with (path.parent / f".{path.stem}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

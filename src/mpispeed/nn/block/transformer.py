@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ from mpispeed.nn.block import at_once
 from mpispeed.nn.block.config import TransformerConfig
 
 _MASK_DIMS = 4
+_NAMES = (
+    "norm_w", "norm_b", "attn_qkvw", "attn_qkvb", "attn_ow", "attn_ob", "attn_nw", "attn_nb", "inter_w", "inter_b",
+    "output_w", "output_b",
+)  # fmt: skip
+_in_order = itemgetter(*_NAMES)
 _LIST = ("q", "k", "v", "attn_o", "attn_n", "inter", "output", "norm")
 
 
@@ -192,14 +198,15 @@ class TransformerLayer(nn.Module):
     def _at_once(self, x: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
         """The output by kernels without faces between; None where they do not take the tensors as they are."""
         config = self.config
-        norm = (self.norm_w, self.norm_b)
-        front = (*norm, self.attn_qkvw, self.attn_qkvb)
-        middle = (self.attn_ow, self.attn_ob, self.attn_nw, self.attn_nb)
-        behind = (*middle, self.inter_w, self.inter_b, self.output_w, self.output_b)
+        try:
+            named = _in_order(self._parameters)  # not by getattr of a module, which takes longer than a launch
+        except KeyError:  # a parametrization computes one
+            named = tuple(getattr(self, name) for name in _NAMES)
+        front, behind, norm = named[:4], named[4:], named[:2]
         ratio = max(config.hidden_dropout_ratio, 0.0) if self.training else 0.0
         passes = at_once.passes_for(
-            x, (*front, *behind), config.mlp_size, config.heads, ratio, config.layer_norm_eps,
-            is_pre=config.pre_layer_norm, keeps_gelu=not config.gelu_checkpoint,
+            x, named, config.mlp_size, config.heads, ratio, config.layer_norm_eps, config.pre_layer_norm,
+            not config.gelu_checkpoint,
         )  # fmt: skip
         if passes is None:
             return None

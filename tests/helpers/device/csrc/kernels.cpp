@@ -70,9 +70,11 @@ Tensor copy_from(const Tensor &source, const Tensor &dest, bool non_blocking) {
     const Tensor &other = is_here(dest) ? source : dest;
     const auto stream = current_stream(of_device.device().index());
     if (non_blocking && other.is_cpu() && is_pinned_address(other.storage().data())) {
+        trace_copy(source, dest, stream, true);
         copy_later(stream, [from = same_elements(source), to = same_elements(dest)] { copy_now(from, to); });
         return dest;
     }
+    trace_copy(source, dest, stream, false);
     finish(stream);
     if (is_here(other) && other.device() != of_device.device()) {
         finish(current_stream(other.device().index()));
@@ -104,6 +106,7 @@ Tensor copy_from_and_resize(const Tensor &source, const Tensor &dest) {
 }
 
 at::Scalar local_scalar(const Tensor &self) {
+    trace("wait number");
     finish(current_stream(self.device().index()));
     return at::_local_scalar_dense(HostViews().view(self));
 }

@@ -75,8 +75,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     // A question is answered with no once, if there was something to do, so that callers are seen to ask
     // again.
     bool queryStream(const c10::Stream &stream) const override { return finish(stream); }
-    void synchronizeStream(const c10::Stream &stream) const override { finish(stream); }
-    void synchronizeDevice(const c10::DeviceIndex device) const override { finish_device(checked(device)); }
+    void synchronizeStream(const c10::Stream &stream) const override {
+        trace(finish(stream) ? "wait stream idle" : "wait stream");
+    }
+    void synchronizeDevice(const c10::DeviceIndex device) const override {
+        trace("wait device");
+        finish_device(checked(device));
+    }
 
     void record(void **event, const c10::Stream &stream, const c10::DeviceIndex device,
                 const c10::EventFlag) const override {
@@ -93,7 +98,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void *event) const override {
         return event == nullptr || finish(static_cast<Event *>(event)->mark);
     }
-    void synchronizeEvent(void *event) const override { queryEvent(event); }
+    void synchronizeEvent(void *event) const override {
+        trace(queryEvent(event) ? "wait event idle" : "wait event");
+    }
     void destroyEvent(void *event, const c10::DeviceIndex) const noexcept override {
         delete static_cast<Event *>(event);
     }

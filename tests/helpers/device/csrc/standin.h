@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,10 @@ bool finish(const c10::Stream &stream);
 void finish_device(c10::DeviceIndex device);
 void copy_later(const c10::Stream &stream, std::function<void()> copy);
 void wait_later(const c10::Stream &stream, const Mark &mark);
+
+// Lines of the record of trace.cpp, while one is made.
+void trace(const std::string &line);
+void trace_copy(const at::Tensor &source, const at::Tensor &dest, const c10::Stream &stream, bool is_queued);
 
 // Tensors of the device seen as tensors of the host over the same bytes; one storage stays one storage.
 class HostViews {
