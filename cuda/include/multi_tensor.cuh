@@ -142,6 +142,9 @@ __device__ __forceinline__ u32 chunk_length(u64 count, u64 begin) {
     return count - begin < kChunk ? static_cast<u32>(count - begin) : kChunk;
 }
 
+// True if the factor that was computed on the device is NaN: gradients were not finite, and nothing is updated.
+__device__ __forceinline__ bool is_skipped(const float* scale) { return scale && *scale != *scale; }
+
 // The factor of the caller times one that was computed on the device, if there is one.
 __device__ __forceinline__ float combined_scale(const RuleTerms& terms, const float* scale) {
     return scale ? __fmul_rn(terms.grad_scale, *scale) : terms.grad_scale;
@@ -219,6 +222,7 @@ struct Update {
 template <class Rule, class P, class S, class G, class Out>
 __device__ __forceinline__ void update_chunk(const TensorRow* rows, const Chunk* chunks, const float* scale,
                                              const RuleTerms& terms) {
+    if (is_skipped(scale)) return;
     const Chunk chunk = chunks[blockIdx.x];
     const TensorRow row = rows[chunk.row];
     const u64 begin = static_cast<u64>(chunk.index) * kChunk;

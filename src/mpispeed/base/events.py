@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,10 @@ class Event(enum.Enum):
     BACKWARD_END = "backward_end"  # seconds
     # global_step, samples, loss (of rank 0; None if the script ran the backward passes), lr, norm, loss_scale, skipped,
     # seconds (since the last step ended), update_seconds (of reduce, clip, update and publish)
+    # where a device does not tell yet, reading loss, norm, skipped or update_seconds waits for it
     STEP_END = "step_end"
+    # the same, when all of it is known: after STEP_END, at the latest before the next update; for what records it
+    STEP_KNOWN = "step_known"
     # global_step, samples, series (name -> seconds of rank 0 since the last step ended: forward, backward with the sums
     # of its gradients wherever they are waited for, backward_allreduce (those sums alone), backward_inner (backward
     # without them), step); announced on rank 0 after STEP_END, where wall_clock_breakdown is on
@@ -42,6 +45,25 @@ class Event(enum.Enum):
     SAVE_END = "save_end"  # path, tag, seconds, stall_seconds (that training stood still), bytes; when it is complete
     LOAD_END = "load_end"  # path, tag, seconds
     CLOSE = "close"  # nothing
+
+
+class Late(Mapping[str, Any]):
+    """A payload of which some values are found out when somebody reads them."""
+
+    def __init__(self, known: dict[str, Any], late: Mapping[str, Callable[[], Any]]) -> None:
+        """Args: `late` are called once, each for its key."""
+        self._known, self._late = known, dict(late)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._known and key in self._late:
+            self._known[key] = self._late[key]()
+        return self._known[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._known, **self._late})
+
+    def __len__(self) -> int:
+        return len({**self._known, **self._late})
 
 
 class Bus:
@@ -71,6 +93,10 @@ class Bus:
 
     def announce(self, event: Event, **payload: Any) -> None:
         """Deliver `payload` to all listeners of `event`."""
+        self.deliver(event, payload)
+
+    def deliver(self, event: Event, payload: Mapping[str, Any]) -> None:
+        """Deliver a payload as it is."""
         for listener in list(self._listeners.get(event, ())):
             try:
                 listener(payload)

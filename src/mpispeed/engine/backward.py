@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +34,24 @@ class Counters:
     micro_steps: int = 0
     global_steps: int = 0
     global_samples: int = 0
-    skipped_steps: int = 0
+    known_skips: int = 0  # steps without an update, of those whose outcome the host knows
     boundary_micro_steps: int = 0  # micro_steps when the last global batch ended
     pending_backwards: int = 0  # backward passes since then, whose gradients no update has used yet
     has_failed: bool = (
         False  # a pass of this batch failed on this rank, or one that it depends on: no update may follow
     )
     updates_before_state: int = 0  # updates made before the optimizer state was last reset
+    settle: Callable[[], None] = field(default=lambda: None, compare=False)  # learns how the last step ended
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update. May wait for the device."""
+        self.settle()
+        return self.known_skips
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.known_skips = count
 
     @property
     def applied_steps(self) -> int:
@@ -59,7 +70,7 @@ class Counters:
 
     def end_batch(self, train_batch_size: int, *, is_skipped: bool) -> None:
         """Count one global batch."""
-        self.skipped_steps += is_skipped
+        self.known_skips += is_skipped
         self.global_steps += 1
         self.global_samples += train_batch_size
         self.boundary_micro_steps = self.micro_steps + 1

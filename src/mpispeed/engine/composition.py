@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.backward import Accumulation
     from mpispeed.engine.build.parts import Parts
     from mpispeed.engine.curriculum import Curricula
-    from mpispeed.engine.step import Updates
+    from mpispeed.engine.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)

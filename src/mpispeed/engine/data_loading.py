@@ -11,6 +11,7 @@ from mpispeed.data.node_copies import copy_to_nodes
 from mpispeed.data.stalls import StallWatch, Waits
 from mpispeed.engine.build.loaders import make_loader
 from mpispeed.engine.hooks import Context, Hooks
+from mpispeed.engine.rank_numbers import period
 from mpispeed.engine.sampling import write_difficulties
 from mpispeed.pipe.module import PipelineModule
 
@@ -81,18 +82,26 @@ def _near(context: Context) -> Any:
 class Stalls:
     """Tells rank 0 how long each rank has waited for the data of a step; rank 0 warns, and writes a series.
 
-    The numbers travel in the message of the norm, so that nothing more is sent.
+    The numbers of all ranks are gathered after the norm: after every step, or rarely with many ranks (`period`).
     """
 
     def __init__(self, context: Context, waits: Waits) -> None:
         settings: DataLoader = context.settings
         self._context, self._waits = context, waits
+        self._every, self._steps = period(1, context.mesh.size), 0
         self._watch = StallWatch(settings.stall_warning, WINDOW) if settings.stall_warning else None
         self._last = time.perf_counter()
         self._found: torch.Tensor | None = None
 
+    def is_wanted(self) -> bool:
+        """True once a loader of this rank is used."""
+        return self._waits.is_used
+
     def give(self) -> Sequence[float]:
-        """As `SentNumbers.give`: seconds of waiting, and all, from norm to norm."""
+        """As `SentNumbers.give`: seconds of waiting, and all, since it gave the last."""
+        self._steps += 1
+        if self._steps % self._every:
+            return ()
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return self._waits.take(), seconds
@@ -107,7 +116,7 @@ class Stalls:
         if table is None or self._context.mesh.rank or not self._waits.is_used:
             return
         if self._context.published["monitor"].enabled:
-            self._context.write(WAIT_MS, 1000 * float(table[:, 0].max()))
+            self._context.write(WAIT_MS, 1000 * float(table[:, 0].max()) / self._every)
         if self._watch is None:
             return
         stall = self._watch.add(event["global_step"], table)

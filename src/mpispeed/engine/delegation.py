@@ -425,5 +425,6 @@ def _types(parts: Parts) -> list[Any]:
 
 def momenta(parts: Parts) -> list[Any]:
     """`momentum` of groups that have it and no betas, else `betas`."""
+    parts.updates.settle()
     groups = parts.optimization.groups if parts.optimization else []
     return [group["betas"] if "betas" in group else group.get("momentum") for group in groups]

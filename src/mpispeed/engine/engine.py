@@ -65,14 +65,14 @@ class Engine(Getters):
         self.mpispeed = compose(parts)
         self.module = parts.module
         if parts.optimization is not None:
-            parts.optimization.link.attach(self._update_now)
+            parts.optimization.link.attach(self._update_now, parts.updates.settle)
 
     # -- components ------------------------------------------------------------------------------------------
 
     @property
     def lr_scheduler(self) -> Any | None:
         """The learning-rate scheduler, or None; another may be put in its place, which steps from then on."""
-        return self.mpispeed.parts.scheduler
+        return self.mpispeed.updates.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any | None) -> None:

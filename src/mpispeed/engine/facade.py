@@ -33,11 +33,17 @@ class StepLink:
     """Call from `step()` of an optimizer to the engine that uses it, which is held weakly."""
 
     def __init__(self) -> None:
+        self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
         self._method: weakref.WeakMethod[Callable[[], None]] | None = None
 
-    def attach(self, method: Callable[[], None]) -> None:
-        """Call `method` from now on."""
-        self._method = weakref.WeakMethod(method)
+    def attach(self, method: Callable[[], None], settle: Callable[[], None]) -> None:
+        """Call `method` from now on; `settle` before what depends on the outcome of the last step is read."""
+        self._method, self._settle = weakref.WeakMethod(method), weakref.WeakMethod(settle)
+
+    def settle(self) -> None:
+        """Learn how the last step ended. May wait for the device."""
+        if self._settle is not None and (settle := self._settle()) is not None:
+            settle()
 
     def step(self, closure: Any = None) -> None:
         """Update, as `engine.step()` at a boundary.
@@ -145,9 +151,19 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
         self.loss_scaler = scaler
-        self.overflow = False
+        self._overflow = False
         self.name = name
         self._link, self._clear = link, clear
+
+    @property
+    def overflow(self) -> bool:
+        """True if gradients of the last step were not finite. May wait for the device."""
+        self._link.settle()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._overflow = value
 
     @property
     def loss_scale(self) -> float:

@@ -132,7 +132,7 @@ class RunEnd:
         self._since = time.monotonic()
         self._has_stepped = self._has_pause = self._is_saving = False
         self._steps_to_check = 1
-        self._loss = math.nan
+        self._last: Mapping[str, Any] = {"loss": math.nan}
         self._saved: tuple[int, str] = (-1, "")  # step and tag of the last complete checkpoint of this run's own
         self._is_closed = False
         self.must_stop = False
@@ -237,7 +237,7 @@ class RunEnd:
         self._has_pause = self._has_pause or not event["is_training"]
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
-        self._has_stepped, self._loss = True, event["loss"]
+        self._has_stepped, self._last = True, event
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
         is_own = self._is_first and Path(event["path"]).parent.resolve() == self._save_dir.resolve()
@@ -380,7 +380,7 @@ class RunEnd:
         self._run.mesh.world.comm.barrier()  # nobody leaves before the next job is submitted
         self.must_stop = True
         if self._options.ends_program:
-            raise RunEnded(self._options.exit_code, tag=tag, step=step, reason=reason, loss=self._loss)
+            raise RunEnded(self._options.exit_code, tag=tag, step=step, reason=reason, loss=self._last["loss"])
 
     def _finish_pending(self) -> None:
         """Wait for a checkpoint in the background; its failure is logged, and the next save is still tried."""

@@ -1,4 +1,4 @@
-"""Times and memory of each rank, told to all ranks in the message of the gradient norm."""
+"""Times and memory of each rank, told to all ranks after the gradient norm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ MANY_RANKS = 64
 
 
 class SentNumbers(Protocol):
-    """Numbers of each rank that travel with the norm of gradients."""
+    """Numbers of each rank that follow the norm of gradients."""
+
+    def is_wanted(self) -> bool:
+        """True if this rank has numbers that others want; they are given if any rank has some. Local."""
 
     def give(self) -> Sequence[float]:
         """This rank's numbers of a step, none if they are not due. Local: all ranks decide alike."""
@@ -55,6 +58,10 @@ class RankNumbers:
         self._steps, self._seconds, self._update_seconds = 0, 0.0, 0.0
         self._communication_seconds = self._all_communication()
         self._memory = ResidentMemory()
+
+    def is_wanted(self) -> bool:
+        """Always."""
+        return True
 
     def take(self, table: torch.Tensor) -> None:
         """As `SentNumbers.take`."""

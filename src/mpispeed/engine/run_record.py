@@ -151,7 +151,7 @@ class Recorder:
         """Listen to the run."""
         bus = context.bus
         monitor.attach(bus, [self.sink])
-        bus.subscribe(Event.STEP_END, self._on_step)
+        bus.subscribe(Event.STEP_KNOWN, self._on_step)
         bus.subscribe(Event.SWAP, self._on_swap)
         bus.subscribe(Event.SPANS, self._on_spans)
         bus.subscribe(Event.SAVE_END, self._on_save)

@@ -55,7 +55,7 @@ class Console:
         if self._stream.isatty():
             self._bar = _make_bar(self._stream)
             self._task = self._bar.add_task("training", total=self.total_steps, text="")
-        bus.subscribe(Event.STEP_END, self._on_step)
+        bus.subscribe(Event.STEP_KNOWN, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
         bus.subscribe(Event.LOAD_END, self._on_load)
         bus.subscribe(Event.CLOSE, self._on_close)

@@ -50,7 +50,7 @@ class Watcher:
 
     def attach(self, bus: Bus) -> None:
         """Listen to steps, evaluations and the end of the run."""
-        bus.subscribe(Event.STEP_END, self._on_step)
+        bus.subscribe(Event.STEP_KNOWN, self._on_step)
         bus.subscribe(Event.EVAL_END, self._on_eval)
         bus.subscribe(Event.CODED, self._on_coded)
         bus.subscribe(Event.TIMES, self._on_times)

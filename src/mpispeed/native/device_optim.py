@@ -25,11 +25,14 @@ from torch import Tensor
 from mpispeed.base.errors import UsageError
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
-from mpispeed.native.flat import Terms
+from mpispeed.native.flat import REFERENCE_SPAN, Terms
 from mpispeed.native.multi_tensor_host import Row, check_row
 from mpispeed.native.reference_updates import lamb_first, lamb_second, run_reference
 
 CHUNK, THREADS = 16384, 256  # elements of a block, and its threads; cuda/include/multi_tensor.cuh has the same numbers
+
+SKIPPING = frozenset({"adam", "adagrad", "lion"})
+"""Rules that change nothing where the factor on the device is NaN, so the host need not know of it."""
 
 _RULES = frozenset({"adam", "adagrad", "lion", "lamb"})
 _ONEBIT = frozenset({"onebit_adam", "zero_one_coded", "zero_one_local", "zero_one_drift", "zero_one_settle"})
@@ -208,7 +211,8 @@ class DeviceTable:
         Args:
             terms: one for each lot.
             threads: of the host; nothing depends on it.
-            scales: for each lot, an fp32 scalar on the device that gradients are multiplied by as well, or None.
+            scales: for each lot, an fp32 scalar on the device that gradients are multiplied by as well, or None. With
+                NaN the rules of `SKIPPING` change nothing.
 
         Raises:
             UsageError: gradients were not given since the last run.
@@ -361,10 +365,23 @@ def _check_scale(rule: str, scale: Tensor | None, device: torch.device) -> None:
 
 
 def _by_reference(rule: str, row: Row, terms: Terms, scale: Tensor | None) -> float:
-    if scale is not None:
-        factor: Any = scale.detach().view(()) * terms.grad_scale  # stays on the device
-        terms = terms._replace(grad_scale=factor)
-    return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
+    if scale is None:
+        return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
+    factor: Any = scale.detach().view(()) * terms.grad_scale  # stays on the device
+    terms = terms._replace(grad_scale=factor)
+    if rule not in SKIPPING:
+        return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
+    changed = [x.detach().view(-1) for x in (row.param, *row.states, *([] if row.out is None else [row.out]))]
+    is_kept, grad = torch.isnan(factor), row.grad.detach().view(-1)
+    for begin in range(0, grad.numel(), REFERENCE_SPAN):
+        cut = slice(begin, begin + REFERENCE_SPAN)
+        before = [x[cut].clone() for x in changed]
+        param, *rest = (x[cut] for x in changed)
+        states, out = rest[: len(row.states)], rest[len(row.states) :]
+        run_reference(rule, param, states, grad[cut], out[0] if out else None, terms)
+        for x, old in zip((param, *rest), before, strict=True):
+            x.copy_(torch.where(is_kept, old, x))
+    return 1.0
 
 
 @lru_cache(maxsize=8192)  # one per parameter where LAMB has windows of whole parameters
@@ -376,20 +393,22 @@ def _table_of_one(device: torch.device, stream: int, numbers: tuple[int, ...]) -
     return _Uploaded(upload(rows, device), upload(chunks, device), stream)
 
 
-def update_row(rule: str, row: Row, terms: Terms) -> float | Tensor:
+def update_row(rule: str, row: Row, terms: Terms, scale: Tensor | None = None) -> float | Tensor:
     """Update one row that is not empty; gives LAMB's trust ratio (a scalar on the device, or a number), or 1.
 
-    For windows that come one at a time at the same addresses in every step: their tables are kept.
+    For windows that come one at a time at the same addresses in every step: their tables are kept. `scale` is as in
+    `DeviceTable.run`.
 
     Raises:
-        As `check_row`.
+        ValueError: `scale` is not an fp32 scalar on the device; otherwise as `check_row`.
     """
     device, found = row.param.device, _launch_of(rule, row)
+    _check_scale(rule, scale, device)
     if found is None:
-        return run_reference(rule, row.param, row.states, row.grad, row.out, terms)
+        return _by_reference(rule, row, terms, scale)
     launcher, kernels, table, chunks = found
     is_lamb = rule == "lamb"
     partials = torch.empty(2 * chunks, dtype=torch.float64, device=device) if is_lamb else None
     ratios = torch.empty(int(is_lamb), dtype=torch.float64, device=device)
-    _run_kernels(launcher, _Launch(kernels, 0, 0, 1, 0, chunks), table, pack_terms(terms), None, partials, ratios)
+    _run_kernels(launcher, _Launch(kernels, 0, 0, 1, 0, chunks), table, pack_terms(terms), scale, partials, ratios)
     return ratios[0] if is_lamb else 1.0

@@ -1,20 +1,19 @@
 """Exact sums of squares on a device, over fixed blocks, by integers: independent of the division of a buffer.
 
 The sum of a block is the double of the compiled host loop. A kernel adds these to an integer that is long enough for
-all of them; without a kernel torch adds up the halves of their mantissas by powers of two. No order changes such sums,
-and one small table is copied to the host for any number of tensors.
+all of them, and without a kernel torch does (`native.exact_sum`). No order changes such sums, and one small table is
+all that any number of tensors leaves.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from mpispeed.base import device as devices
+from mpispeed.native import exact_sum
 from mpispeed.native.cuda.catalog import TAGS
 from mpispeed.native.cuda.launcher import Launcher, for_tensor
 
@@ -23,13 +22,7 @@ _UNIT, _INFINITIES, _NANS = -352, 30, 31
 _THREADS, _TILES_OF_BLOCK, _BLOCKS_OF_PROCESSOR = 256, 64, 8
 
 _LANES = 16
-_BITS = 53
-_HALF = 26
-_LEAST_EXPONENT = -1074
-"""Doubles are whole multiples of 2 to this power."""
-
-_POWERS = 2200
-"""Powers of two that doubles can have, as differences from the least."""
+_FIRST = (_UNIT - exact_sum.UNIT) // 32  # the first limb of `exact_sum` that a kernel counts
 
 SPAN = 1 << 25
 """Elements that torch works on at a time: temporaries take 8 bytes for each."""
@@ -76,58 +69,54 @@ def start_square_partials(tensors: Sequence[Tensor], *, block: int) -> Started:
     launcher = for_tensor(tensors[0])
     if launcher is not None and tensors[0].dtype in TAGS and block == TILE:
         return Started(_limbs_by_kernel(launcher, tensors), partials_of)
-    return Started(_table_of(tensors, block), _partials_of_table)
+    return Started(_by_reference(tensors, block), exact_sum.doubles_of)
 
 
 @torch.no_grad()
 def square_partials_reference(tensors: Sequence[Tensor], *, block: int) -> list[float]:
     """The same in torch: the lists may differ, their exact sums do not."""
-    return _partials_of_table(_table_of(tensors, block)) if tensors else []
+    return exact_sum.doubles_of(_by_reference(tensors, block)) if tensors else []
+
+
+def _by_reference(tensors: Sequence[Tensor], block: int) -> Tensor:
+    limbs = torch.zeros(exact_sum.LIMBS, dtype=torch.int64, device=tensors[0].device)
+    _add_by_reference(limbs, tensors, block)
+    return limbs
 
 
 @torch.no_grad()
-def _table_of(tensors: Sequence[Tensor], block: int) -> Tensor:
-    """Sums of upper and of lower halves of mantissas by power, then counts of infinities and of NaN."""
-    table = torch.zeros(2 * _POWERS + 2, dtype=torch.int64, device=tensors[0].device)
+def add_squares(limbs: Tensor, tensors: Sequence[Tensor], *, block: int) -> None:
+    """Add the sums of squares of fixed blocks of each tensor to limbs on their device; nothing waits for it.
+
+    Shapes:
+        limbs: [exact_sum.LIMBS], int64; below 2^33 each, as `exact_sum.carry` leaves them.
+        tensors: flat and contiguous, of any float dtype; fewer than 2^37 elements together.
+    """
+    launcher = for_tensor(tensors[0]) if tensors else None
+    fast = [x for x in tensors if launcher is not None and x.dtype in TAGS and block == TILE]
+    if launcher is not None and fast:
+        found = _limbs_by_kernel(launcher, fast)
+        limbs[_FIRST : _FIRST + _INFINITIES] += found[:_INFINITIES]
+        limbs[exact_sum.NUMBERS :] += found[_INFINITIES:]
+    _add_by_reference(limbs, [x for x in tensors if launcher is None or x.dtype not in TAGS or block != TILE], block)
+
+
+@torch.no_grad()
+def _add_by_reference(limbs: Tensor, tensors: Sequence[Tensor], block: int) -> None:
     step = max(SPAN // block, 1) * block
     for x in tensors:
         for start in range(0, x.numel(), step):
-            _add(table, block_sums(x[start : start + step], block))
-    return table
-
-
-def _partials_of_table(table: Tensor) -> list[float]:
-    """As `partials_of`."""
-    found: list[int] = table.tolist()
-    if found[-1]:
-        return [math.nan]
-    if found[-2]:
-        return [math.inf]
-    total = sum(
-        (Fraction(number) * Fraction(2) ** (power + _LEAST_EXPONENT - _BITS + shift))
-        for half, shift in ((0, _HALF), (_POWERS, 0))
-        for power, number in enumerate(found[half : half + _POWERS])
-        if number
-    )
-    return _doubles(Fraction(total))
+            exact_sum.add_doubles(limbs, block_sums(x[start : start + step], block))
+            exact_sum.carry(limbs)
 
 
 def partials_of(limbs: Tensor) -> list[float]:
-    """Doubles of decreasing size whose exact sum is that of the limbs; an infinity or a NaN stands alone.
+    """Doubles of decreasing size whose exact sum is that of a kernel's limbs; an infinity or a NaN stands alone.
 
     Waits for the device. Shapes: limbs [LIMBS].
     """
     found: list[int] = limbs.tolist()
-    if found[_NANS]:
-        return [math.nan]
-    if found[_INFINITIES]:
-        return [math.inf]
-    total, values = sum(limb << (32 * i) for i, limb in enumerate(found)), []
-    while total:
-        shift = max(0, total.bit_length() - _BITS)
-        values.append(math.ldexp(total >> shift, shift + _UNIT))
-        total &= (1 << shift) - 1
-    return values
+    return exact_sum.split(found[:_INFINITIES], _UNIT, found[_INFINITIES], found[_NANS])
 
 
 def _limbs_by_kernel(launcher: Launcher, tensors: Sequence[Tensor]) -> Tensor:
@@ -162,31 +151,3 @@ def block_sums(x: Tensor, block: int) -> Tensor:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes[:, 0]
-
-
-def _add(table: Tensor, sums: Tensor) -> None:
-    """Add doubles to the table: by power the upper halves, then the lower ones, then infinities and NaN."""
-    is_finite = torch.isfinite(sums)
-    table[-1] += torch.isnan(sums).any()
-    table[-2] += torch.isinf(sums).any()
-    mantissa, power = torch.frexp(torch.where(is_finite, sums, torch.zeros_like(sums)))
-    numbers = (mantissa * 2.0**_BITS).to(torch.int64)
-    at = power.to(torch.int64) - _LEAST_EXPONENT
-    upper = numbers >> _HALF
-    table.index_add_(0, at, upper)
-    table.index_add_(0, at + _POWERS, numbers - (upper << _HALF))
-
-
-def _doubles(value: Fraction) -> list[float]:
-    """Doubles with exactly this sum, largest first; [inf] if it is beyond them."""
-    found: list[float] = []
-    while value:
-        try:
-            nearest = float(value)
-        except OverflowError:
-            return [math.inf]
-        if not nearest:
-            break
-        found.append(nearest)
-        value -= Fraction(nearest)
-    return found

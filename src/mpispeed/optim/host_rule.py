@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
 from mpispeed.native.cuda import launcher
-from mpispeed.native.device_optim import update_row
+from mpispeed.native.device_optim import SKIPPING, update_row
 from mpispeed.native.flat import DECAY_DECOUPLED, DECAY_L2, DECAY_NONE, Terms
 from mpispeed.native.multi_tensor_host import STATE_NAMES, HostTable, Row
 from mpispeed.optim.rule import Window, check_range, drop_auto, refuse_keyword
@@ -37,6 +37,18 @@ class HostRule(ABC):
         for window in windows:
             if window.master.numel():
                 self.update_one(window, grad_scale, threads)
+
+    @property
+    def takes_factor(self) -> bool:
+        """True if there is `update_by`."""
+        return self.kernel in SKIPPING
+
+    def update_by(self, windows: Iterable[Window], factor: Tensor) -> None:
+        """As `update` by a factor that only the device of the windows knows, an fp32 scalar; by NaN nothing changes."""
+        for window in windows:
+            if window.master.numel():
+                row = Row(window.master, self.states_of(window), window.grad, window.out)
+                update_row(self.kernel, row, self.terms_of(window, 1.0), factor)
 
     def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty; gives LAMB's trust ratio, on a device as a scalar there, or 1."""

@@ -117,6 +117,16 @@ class Layerwise(Protocol):
 
 
 @runtime_checkable
+class TakesFactor(Protocol):
+    """A rule that can take the factor of gradients from the device on which its windows are."""
+
+    takes_factor: bool
+
+    def update_by(self, windows: Iterable[Window], factor: Tensor) -> None:
+        """As `update` with the factor, an fp32 scalar on the device; nothing is changed where it is NaN."""
+
+
+@runtime_checkable
 class KeepsNumbers(Protocol):
     """A rule whose `scalars` are numbers of full parameters: by the `key_text` of the window, then by name.
 

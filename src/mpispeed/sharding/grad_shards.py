@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from mpispeed.base.device import is_on_device
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh.comm import text_of
-from mpispeed.native import exact_squares
+from mpispeed.native import exact_squares, exact_sum
 from mpispeed.native.reduce import square_partials
 from mpispeed.sharding.arrivals import Arrivals, fetch, start_fetch
 from mpispeed.store.arena import Arena
@@ -20,7 +19,7 @@ from mpispeed.store.tiers import GRAD, IN_MEMORY, Tiers
 from mpispeed.store.transfers import own_share, own_span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from mpispeed.mesh.comm import Comm
@@ -190,7 +189,7 @@ class GradShards:
             self.mesh["data"].agree(not self._problem, self._problem, StoreError)
 
     def _square_swapped(self) -> None:
-        """Square swapped gradients without a square, so that `square_sums` reads nothing that can fail."""
+        """Square swapped gradients without a square, so that `square_limbs` reads nothing that can fail."""
         for unit, stored in zip(self.table.units, self._tensors, strict=True):
             is_known = unit.index in self._squares or self._arrivals.has_squares(unit.index)
             if stored.is_swapped and not is_known and not self._problem:
@@ -249,21 +248,31 @@ class GradShards:
         """Gradients of a unit are values of `dtype`, whatever they rest in, until they are given to somebody."""
         self._arrivals.note_rounded(unit.index, dtype)
 
-    def square_sums(self, units: Iterable[Unit], *, threads: int) -> Iterator[list[float]]:
-        """`square_partials` of the gradients for which this rank alone counts; a device is waited for once."""
+    def square_limbs(self, units: Iterable[Unit], *, threads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The exact sum of squares of the gradients for which this rank alone counts: on the host, and on the device.
+
+        Nothing waits for the device; None: there are no gradients.
+
+        Shapes: [exact_sum.LIMBS] each.
+        """
+        near: list[float] = []
         far: list[torch.Tensor] = []
         for unit in units:
             known = self._squares.get(unit.index)
             if known is None:
                 known = self._arrivals.squares(unit.index)
             if known is not None:
-                yield known
+                near += known
             elif is_on_device(values := self._resting(unit)):
                 far.append(self._own(unit, values))
             else:
-                yield self._square(unit, values, threads=threads)
+                near += self._square(unit, values, threads=threads)
+        limbs = None
         if far:
-            yield exact_squares.square_partials(far, block=BLOCK)
+            limbs = torch.zeros(exact_sum.LIMBS, dtype=torch.int64, device=far[0].device)
+            exact_squares.add_squares(limbs, far, block=BLOCK)
+            exact_sum.carry(limbs)
+        return exact_sum.limbs_of(near), limbs
 
     def _resting(self, unit: Unit) -> torch.Tensor:
         """As `reduced`, in the dtype in which they rest."""
@@ -295,32 +304,8 @@ class GradShards:
         return sum(stored.file_bytes for stored in self._tensors)
 
 
-_SLOTS = 64
-MOST_NOTES = 8
-"""Doubles of a message: the last ones are notes, the others an exact sum. Non-overlapping doubles number at most 40, of
-53 bits each out of 2098; those between 2^-300 and 2^300 about 12."""
-
-
-def compress(values: Iterable[float]) -> list[float]:
-    """Non-overlapping doubles with exactly the same sum (Shewchuk 1997, grow-expansion).
-
-    A non-finite input gives that one value.
-    """
-    partials: list[float] = []
-    for value in values:
-        if not math.isfinite(value):
-            return [value]
-        kept = 0
-        high = value
-        for other in partials:
-            big, small = (high, other) if abs(high) >= abs(other) else (other, high)
-            high = big + small
-            low = small - (high - big)
-            if low:
-                partials[kept] = low
-                kept += 1
-        partials[kept:] = [high]
-    return partials
+MOST_NOTES = 4
+"""Counts that travel with the sum of squares."""
 
 
 def global_square_sum(
@@ -329,45 +314,70 @@ def global_square_sum(
     *,
     threads: int,
     counts: Callable[[Unit], bool] = lambda _: True,
-    notes: Sequence[float] = (),
-) -> tuple[float, torch.Tensor]:
+    notes: Sequence[int] = (),
+) -> tuple[float, list[int]]:
     """Sum of squares of all averaged gradients, correctly rounded; inf or NaN if any gradient is.
 
-    Each rank sums fixed blocks of its own shard in fp64; the block sums are added exactly, so neither sharding over the
-    data axis nor the number of its ranks changes a bit. Data ranks with copies of a unit divide it among them. `counts`
-    is true for units that this rank counts: parameters that several ranks of another axis hold alike are counted by one
-    of them.
+    Each rank sums fixed blocks of its own shard in fp64; the block sums are added as long integers, so neither sharding
+    over the data axis nor the number of its ranks changes a bit, and the message has one length. Data ranks with copies
+    of a unit divide it among them. `counts` is true for units that this rank counts: parameters that several ranks of
+    another axis hold alike are counted by one of them.
 
-    Returns the sum and the `notes` (at most MOST_NOTES) of every rank: [ranks, notes], on the host.
+    Returns the sum of squares and the sums of `notes` (at most MOST_NOTES) over the ranks. Waits for the device.
 
     Collective over: all ranks.
     """
-    partials: list[float] = []
-    for found in grads.square_sums(filter(counts, grads.table.units), threads=threads):
-        partials = compress(partials + found)
-    table = gather_partials(mesh, partials, notes)
-    sums, everyone = table[:, :-MOST_NOTES], table[:, _SLOTS - MOST_NOTES :][:, : len(notes)]
-    if not bool(torch.isfinite(sums).all()):
-        return math.nan if bool(torch.isnan(sums).any()) else math.inf, everyone
-    return math.fsum(sums.flatten().tolist()), everyone
+    near, far = grads.square_limbs(filter(counts, grads.table.units), threads=threads)
+    return sum_squares(mesh, near, far, notes)
 
 
-def gather_partials(mesh: Mesh, partials: Sequence[float], notes: Sequence[float] = ()) -> torch.Tensor:
-    """The doubles of all ranks, each with its notes at the end. Shapes: [ranks, _SLOTS].
+def sum_squares(
+    mesh: Mesh, near: torch.Tensor, far: torch.Tensor | None, notes: Sequence[int]
+) -> tuple[float, list[int]]:
+    """`global_square_sum` of what `GradShards.square_limbs` gave. Waits for the device.
 
     Collective over: all ranks.
-
-    Raises:
-        StoreError: there are too many doubles.
     """
-    most = _SLOTS - MOST_NOTES
-    if len(partials) > most:
-        msg = f"an exact sum of squares needs {len(partials)} doubles, more than the {most} that are exchanged"
-        raise StoreError(msg)
-    own = torch.zeros(_SLOTS, dtype=torch.float64)
-    own[: len(partials)] = torch.tensor(partials, dtype=torch.float64)
-    own[most : most + len(notes)] = torch.tensor(notes, dtype=torch.float64)
+    sums = sum_limbs(mesh, near if far is None else near + far.cpu(), notes)
+    return exact_sum.value_of(sums[: exact_sum.LIMBS]), sums[exact_sum.LIMBS :].tolist()[: len(notes)]
+
+
+def sum_apart(mesh: Mesh, far: torch.Tensor, notes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """The limbs of a device, summed over the ranks where they are, and the sums of notes, by a message of the hosts.
+
+    Nothing waits for the device where groups keep the lead of the host (`Comm.keeps_lead`).
+
+    Collective over: all ranks.
+    """
     comm = mesh[mesh.topology.names]
-    everyone = torch.empty(_SLOTS * comm.size, dtype=torch.float64)
-    comm.all_gather(everyone, own)
-    return everyone.view(comm.size, _SLOTS)
+    if comm.size == 1:
+        return far, [int(note) for note in notes]
+    counted = torch.tensor(notes, dtype=torch.int64)
+    comm.all_reduce(counted)
+    comm.all_reduce(far)
+    return far, counted.tolist()
+
+
+def sum_limbs(mesh: Mesh, limbs: torch.Tensor, notes: Sequence[int] = ()) -> torch.Tensor:
+    """Limbs and notes, summed over the ranks.
+
+    Shapes: limbs [exact_sum.LIMBS], on the host; the result [exact_sum.LIMBS + MOST_NOTES].
+
+    Collective over: all ranks.
+    """
+    message = torch.zeros(exact_sum.LIMBS + MOST_NOTES, dtype=torch.int64)
+    message[: exact_sum.LIMBS] = limbs
+    message[exact_sum.LIMBS : exact_sum.LIMBS + len(notes)] = torch.tensor(notes, dtype=torch.int64)
+    mesh[mesh.topology.names].all_reduce(message)
+    return message
+
+
+def gather_numbers(mesh: Mesh, numbers: Sequence[float]) -> torch.Tensor:
+    """As many numbers of every rank, on the host. Shapes: [ranks, numbers].
+
+    Collective over: all ranks.
+    """
+    comm = mesh[mesh.topology.names]
+    everyone = torch.empty(comm.size * len(numbers), dtype=torch.float64)
+    comm.all_gather(everyone, torch.tensor(numbers, dtype=torch.float64))
+    return everyone.view(comm.size, len(numbers))

@@ -157,6 +157,11 @@ class Tiers:
         """True if that kind of the unit is in a swap file."""
         return (kind, unit) in self.plan.tensors
 
+    @property
+    def keeps_on_host(self) -> bool:
+        """True if this rank has states in host memory while its model is on a device."""
+        return bool(self._on_host)
+
     def home(self, kind: str, unit: int) -> torch.device:
         """Device of values of that kind of the unit while they are used: the host for those in swap files."""
         return devices.HOST if (_group_of(kind), unit) in self._on_host else self.device

@@ -102,6 +102,7 @@ inline double __hiloint2double(int high, int low) {
     return out;
 }
 inline long long __double_as_longlong(double a) { long long out; memcpy(&out, &a, 8); return out; }
+inline double __longlong_as_double(long long a) { double out; memcpy(&out, &a, 8); return out; }
 inline unsigned __float_as_uint(float a) { unsigned out; memcpy(&out, &a, 4); return out; }
 inline float __uint_as_float(unsigned a) { float out; memcpy(&out, &a, 4); return out; }
 inline int __float_as_int(float a) { return static_cast<int>(__float_as_uint(a)); }

@@ -52,12 +52,12 @@ def test_traffic_of_a_step(stage, accumulation):
     psi, ranks = padded_elements(engine), engine.mesh["data"].size
     share = 4 * psi * (ranks - 1) // ranks  # bytes of one gather or one reduce-scatter of everything in fp32
     loss_bytes = steps * 2 * 8 * (ranks - 1) / ranks  # the test's own all-reduce of one double
-    norm_bytes = steps * 64 * 8 * (ranks - 1)
+    norm_bytes = steps * 2 * 72 * 8 * (ranks - 1) // ranks
     reduced = {0: 0, 1: 1, 2: accumulation}[stage] * steps * share
     assert comm_trace.total_bytes("reduce_scatter") == reduced
-    gathered = (0 if stage == 0 else steps * share) + norm_bytes
+    gathered = 0 if stage == 0 else steps * share
     assert comm_trace.total_bytes("all_gather") == gathered
-    everywhere = (2 * steps * share if stage == 0 else 0) + loss_bytes
+    everywhere = (2 * steps * share if stage == 0 else 0) + loss_bytes + norm_bytes
     assert comm_trace.total_bytes("all_reduce") == pytest.approx(everywhere, abs=steps * 16)
     engine.destroy()
 
@@ -99,15 +99,15 @@ def test_all_states_together_are_16_bytes_for_each_parameter():
 
 
 def step_traffic(engine, data):
-    """Bytes gathered (without the norm's) and reduced in each step, and units fetched."""
-    comm_trace, ranks = engine.mesh.comm_trace, engine.mesh["data"].size
+    """Bytes gathered and reduced in each step, and units fetched."""
+    comm_trace = engine.mesh.comm_trace
     prefetcher = engine.parts.params.prefetcher
     rows = []
     for batch in data:
         comm_trace.reset()
         before = prefetcher.tally.fetches if prefetcher else 0
         train_averaged(engine, [batch])
-        gathered = comm_trace.total_bytes("all_gather") - 64 * 8 * (ranks - 1)
+        gathered = comm_trace.total_bytes("all_gather")
         fetched = prefetcher.tally.fetches - before if prefetcher else 0
         rows.append((gathered, comm_trace.total_bytes("reduce_scatter"), fetched))
     return rows

@@ -115,12 +115,12 @@ def test_bytes_of_every_step(name, how):
     accumulation, dtype = how
     engine = engine_of(name, 0, accumulation, **PRECISIONS[dtype])
     n, elements = engine.mesh["data"].size, sum(unit.layout.padded for unit in engine.parts.table.units)
-    norm, size = 64 * 8 * (n - 1), 4 if dtype == "fp32" else 2
+    norm, size = 2 * 72 * 8 * (n - 1) // n, 4 if dtype == "fp32" else 2
     for step, batch in enumerate(samples(BYTE_STEPS), start=1):
         sent, kind = sent_in_step(engine, batch), kind_of(engine, step)
-        expected = {"all_gather": norm}
+        expected = {"all_reduce": norm}
         if kind is Exchange.GRADIENT:
-            expected["all_reduce"] = 2 * elements * size * (n - 1) // n
+            expected["all_reduce"] += 2 * elements * size * (n - 1) // n
         elif kind is not Exchange.NOTHING:
             expected["compressed_all_reduce"] = coded_bytes(engine)
         assert sent == expected, (step, kind)
@@ -135,15 +135,15 @@ def test_bytes_of_every_step(name, how):
 def test_bytes_of_onebit_adam_with_cut_states(dtype):
     engine = engine_of("OneBitAdam", 1, 1, **PRECISIONS[dtype])
     n, elements = engine.mesh["data"].size, sum(unit.layout.padded for unit in engine.parts.table.units)
-    norm, size = 64 * 8 * (n - 1), 4 if dtype == "fp32" else 2
+    norm, size = 2 * 72 * 8 * (n - 1) // n, 4 if dtype == "fp32" else 2
     share = elements * (n - 1) // n  # of one gather or reduce-scatter of everything, in elements
     for step, batch in enumerate(samples(FREEZE + 4), start=1):
         sent = sent_in_step(engine, batch)
-        gathered = norm + size * share  # updated parameters
+        gathered = size * share  # updated parameters
         if step <= FREEZE:
-            assert sent == {"reduce_scatter": size * share, "all_gather": gathered}
+            assert sent == {"all_reduce": norm, "reduce_scatter": size * share, "all_gather": gathered}
         else:
             if step == FREEZE + 1:  # whole momenta, and where the variance is 0
                 gathered += 4 * share + share
-            assert sent == {"compressed_all_reduce": coded_bytes(engine), "all_gather": gathered}
+            assert sent == {"all_reduce": norm, "compressed_all_reduce": coded_bytes(engine), "all_gather": gathered}
     engine.destroy()

@@ -156,8 +156,8 @@ def traffic(zero, steps=2, **model):
     found = {key: entry.bytes / steps for key, entry in engine.mesh.comm_trace.entries().items() if entry.bytes}
     assert engine.parts.table.units[EMBED].layout.entries[0].name == "embed.weight"
     size, units = engine.mesh.size, [unit.layout.padded for unit in engine.parts.table.units]
-    found["all_gather", ("data",)] = found.get(("all_gather", ("data",)), 0) - 64 * 8 * (size - 1)
-    found["all_reduce", ("data",)] = found.get(("all_reduce", ("data",)), 0) - 2 * 8 * (size - 1) // size
+    norm_and_loss = 2 * 72 * 8 * (size - 1) // size + 2 * 8 * (size - 1) // size
+    found["all_reduce", ("data",)] = found.get(("all_reduce", ("data",)), 0) - norm_and_loss
     engine.destroy()
     return {key: value for key, value in found.items() if value}, units, size
 

@@ -264,7 +264,7 @@ def test_the_largest_stage_is_named(folder):
     assert answer["pipeline_stage"] == 1
     assert answer["train_bytes"] == second["train_bytes"] > first["train_bytes"]
     assert answer["node"]["need_bytes"] == 2 * second["train_bytes"]  # both ranks of the second node have it
-    assert answer["axes"]["data"] > answer["axes"]["pipe data"] == 512 * 3
+    assert answer["axes"]["data"] > answer["axes"]["pipe data"] == 2 * 72 * 8 * 3 // 4
     assert "stages send each other" in answer["not_exact"][0]
     text = call(*words, "--memory", "1Gi").stdout
     assert "at most" in text

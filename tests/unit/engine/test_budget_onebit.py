@@ -85,7 +85,7 @@ def test_bytes_by_formula(name, stage):
     assert budget.bytes_of("masters") == (4 * PSI // ranks if is_cut else 4 * PSI)
     coded = 2 * (ranks - 1) * (PSI // (8 * ranks) + 4 * units)
     gathered = 2 * PSI * (ranks - 1) // ranks if is_cut else 0
-    norm = 512 * (ranks - 1)
+    norm = 2 * 72 * 8 * (ranks - 1) // ranks  # an all-reduce of 68 limbs and 4 counts
     found = {phase.name: phase.bytes for phase in budget.phases}
     if name == "ZeroOneAdam":
         assert found["local"] == norm

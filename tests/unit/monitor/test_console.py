@@ -26,7 +26,7 @@ def run(console: Console, steps: int, skipped: bool = False) -> None:
     console.attach(bus)
     for step in range(1, steps + 1):
         bus.announce(
-            Event.STEP_END,
+            Event.STEP_KNOWN,
             global_step=step,
             samples=24 * step,
             loss=2.5,
@@ -84,7 +84,7 @@ def test_a_load_restarts_the_clock() -> None:
         if step == 11:
             bus.announce(Event.LOAD_END, path="here", tag="t", seconds=1.0)
         bus.announce(
-            Event.STEP_END, global_step=step, samples=step, loss=1.0, lr=0.1, loss_scale=1.0, skipped=False, seconds=1
+            Event.STEP_KNOWN, global_step=step, samples=step, loss=1.0, lr=0.1, loss_scale=1.0, skipped=False, seconds=1
         )
     assert out.getvalue().splitlines()[1].endswith("lr 1.00e-01")
     assert out.getvalue().splitlines()[2].endswith("2 samples/s  4 s left")

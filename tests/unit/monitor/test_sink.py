@@ -52,7 +52,7 @@ def end_step(bus: Bus, step: int, **changed: Any) -> None:
         "skipped": False,
         "seconds": 0.5,
     }
-    bus.announce(Event.STEP_END, **(payload | changed))
+    bus.announce(Event.STEP_KNOWN, **(payload | changed))
 
 
 def test_loss_stands_before_the_step_and_lr_after_it() -> None:

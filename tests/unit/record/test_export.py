@@ -45,7 +45,7 @@ def train(folder, *sinks, config=None):
     for step in range(1, STEPS):
         loss = float("nan") if step == 5 else 10 / 3 / step
         bus.announce(
-            Event.STEP_END, global_step=step, samples=24 * step, loss=loss, lr=0 if step == 1 else 1e-3 / step,
+            Event.STEP_KNOWN, global_step=step, samples=24 * step, loss=loss, lr=0 if step == 1 else 1e-3 / step,
             norm=1.0, loss_scale=65536.0, skipped=step == 5, seconds=0.1, update_seconds=0.01,
         )  # fmt: skip
         if step % 4 == 0:

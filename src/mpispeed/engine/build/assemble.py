@@ -14,9 +14,10 @@ from mpispeed.base import log as logs
 from mpispeed.base.clock import Clock
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Bus
-from mpispeed.engine import step
+from mpispeed.engine import step, updates
 from mpispeed.engine.backward import Accumulation, Counters
 from mpispeed.engine.buffers import Buffers
+from mpispeed.engine.build import lead
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
@@ -96,16 +97,17 @@ def assemble(
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
         steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
     buffers = Buffers.of(model, mesh["data"])
-    updates = step.Updates(
+    leads = optimization is not None and lead.is_kept(plan, mesh, model, params, scaler, optimization)
+    run = updates.Updates(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
-        exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock,
+        exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock, leads=leads,
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     if optimization is not None:  # nothing fails after this that would leave the client's object changed
         optimization = _hand_out(optimization, basic, params, counters)
     parts = Parts(
-        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, updates, scheduler,
+        plan, mesh, model, sharding, bus, scaler, counters, casting, optimization, accumulation, run, scheduler,
         setup.given, sharing=sharing if sharing.shares else None, buffers=buffers, clock=clock,
     )  # fmt: skip
     parts.expect_step()
@@ -415,7 +417,7 @@ def step_parts(
         step.FinishReduce(grads),
         *([step.SumShared(grads, sharing)] if sharing.shares else []),
         step.MeasureNorm(mesh, grads, sharing if sharing.shares else None, counters),
-        step.AdjustScale(scaler, mesh, counters, grads),
+        step.AdjustScale(scaler, mesh, grads),
         step.ScaleAndClip(plan.gradient_clipping),
         *exchanging[:1],
         _make_update(mesh, params, optimization, update_windows),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
-    from mpispeed.engine.step import Updates
+    from mpispeed.engine.updates import Updates
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.collectives.work import Wait
     from mpispeed.mesh.deadlock import Watch

@@ -18,8 +18,9 @@ from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.mesh.dry import DryWorld
 from mpispeed.mesh.mesh import Mesh
+from mpispeed.native import exact_sum
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.sharding.grad_shards import gather_partials
+from mpispeed.sharding.grad_shards import sum_limbs
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf
 from mpispeed.sharding.module_units import find_module_units
@@ -266,7 +267,7 @@ class _DryRun:
         repeats.what = "gradients of shared weights"
         self._sharing.sum(grads)
         repeats.what = "gradient norm"
-        gather_partials(self._mesh, ())
+        sum_limbs(self._mesh, exact_sum.limbs_of(()))
         repeats.what = "updated parameters"
         if self._fetcher is not None:
             self._fetcher.reshard_all()

@@ -96,6 +96,7 @@ class Checkpoints:
         """
         start, parts = time.perf_counter(), self._parts
         parts.require("save_checkpoint")
+        parts.updates.settle()
         parts.sharding.meet("engine.save_checkpoint()")
         waited = self._waited()
         flags = SaveSettings(
@@ -133,6 +134,7 @@ class Checkpoints:
             CheckpointError: on every rank, if it could not be written, or not be entered as the latest, as the message
                 says. Earlier checkpoints are untouched.
         """
+        self._parts.updates.settle()
         saver, pending = self._saver, self._pending
         if saver is None or pending is None:
             return

@@ -89,6 +89,7 @@ KERNELS: dict[str, Kernel] = dict([
     *_each("optim/global_norm.cu", "PPP", _typed("square_sum"), is_hot=True),
     *_each("optim/global_norm.cu", "PPPQ", ["square_sum_total"]),
     *_each("optim/exact_squares.cu", "PPQ", _typed("exact_squares"), is_hot=True),
+    *_each("optim/exact_squares.cu", "PPP16s", ["norm_and_factor"]),
     *_softmax("softmax", "PPPP96s"),
     *_softmax("softmax_grad", "PPP96s"),
     *_each("softmax/dropout.cu", "PPQQIfI", _typed("dropout"), is_hot=True),
