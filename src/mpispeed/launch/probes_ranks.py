@@ -196,7 +196,7 @@ def judge_world(ranks: Sequence[Mapping[str, Any]], place: Place, environ: Mappi
 def judge_ways(found: Mapping[str, Any]) -> Finding:
     """The way of tensors of GPUs between ranks that a run would take."""
     if "problem" in found:
-        cure = "runs stage these tensors in host memory where a way cannot be opened"
+        cure = "runs keep these tensors in host memory where a way cannot be opened"
         return Finding(AREA, "tensors of GPUs", Verdict.WARN, f"no way could be chosen: {found['problem']}", cure)
     return Finding(AREA, "tensors of GPUs", Verdict.OK, "; ".join([found["choice"], *found["figures"]]))
 

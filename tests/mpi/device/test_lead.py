@@ -194,7 +194,7 @@ def test_who_keeps_the_lead(device, case):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_come_to_the_same_outcome(device, stage):
-    """The verbs of the tests' device wait for it, so its ranks have no lead; here they go the way of those that have."""
+    """The verbs of the tests' device wait for it, so its ranks have no lead; here they go as those that have."""
 
     def run(leads):
         engine = start(device, stage, BF16, leads, is_able=False, gradient_clipping=0.5, **SCHEDULE)
