@@ -27,6 +27,7 @@ from mpispeed.engine.step import (
     StepContext,
     Update,
 )
+from mpispeed.optim.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,11 +59,13 @@ class _Pending:
         ctx: its context.
         before: what its schedule has changed, if its outcome is not known.
         payload: of its events.
+        is_last: no micro-batch has ended since.
     """
 
     ctx: StepContext
     before: Rates | None
     payload: Late | None = None
+    is_last: bool = True
 
 
 class Updates:
@@ -110,6 +113,9 @@ class Updates:
         """Advance this learning-rate scheduler from now on instead of the one before; None: none."""
         self.settle()
         self._scheduler = scheduler
+        if isinstance(scheduler, Schedule):
+            own = weakref.WeakMethod(self.settle)
+            scheduler.settle = lambda: (settle := own()) is not None and settle()
         kept = [part for part in self._parts if not isinstance(part, CheckLrKwargs | AdvanceLr)]
         if scheduler is not None and kept:
             advance = AdvanceLr(scheduler)
@@ -150,6 +156,8 @@ class Updates:
     @was_applied.setter
     def was_applied(self, value: bool) -> None:
         self._was_applied = value
+        if self._pending is not None:
+            self._pending.is_last = False
 
     @property
     def norm(self) -> float | None:
@@ -207,7 +215,7 @@ class Updates:
         if not ctx.is_ahead:
             self._conclude(pending)
         self._bus.deliver(Event.STEP_END, pending.payload)
-        if not ctx.is_ahead:
+        if not (ctx.is_ahead and Rates.is_hidden(self._scheduler)):
             self.settle()
         self._began = now
         if self._exchange is not None:
@@ -245,7 +253,7 @@ class Updates:
 
     def _conclude(self, pending: _Pending) -> None:
         ctx = pending.ctx
-        self._was_applied = not ctx.skip
+        self._was_applied = pending.is_last and not ctx.skip
         self._norm = self._norm if ctx.skip else ctx.norm
 
     def _settle_at_exit(self) -> None:
