@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.clock import Clock
+from mpispeed.base.device import mark
 from mpispeed.base.events import Event, Late
 from mpispeed.engine.rates import AdvanceLr, CheckLrKwargs, Rates
 from mpispeed.engine.step import (
@@ -49,6 +50,10 @@ _BEFORE: dict[Place, tuple[type, ...]] = {
     Place.PUBLISHED: (ClearGrads,),
 }
 """Built-in parts of a step: a place is before the first of these; START before all."""
+
+
+LAST_SECONDS = 1.0
+"""How long an error of a program waits for the outcome of its last step."""
 
 
 @dataclass(slots=True)
@@ -231,6 +236,19 @@ class Updates:
             self._conclude(pending)
         if pending.payload is not None:
             self._bus.deliver(Event.STEP_KNOWN, pending.payload)
+
+    def settle_at_last(self) -> None:
+        """`settle` for a program that ends by an error, if the device answers within LAST_SECONDS. Local."""
+        pending = self._pending
+        if pending is None or pending.ctx.limbs is None:
+            self.settle()
+            return
+        end, limit = mark(pending.ctx.limbs.device), time.monotonic() + LAST_SECONDS
+        while not end.query():
+            if time.monotonic() > limit:
+                return
+            time.sleep(0.01)
+        self.settle()
 
     def _known(self, ctx: StepContext) -> StepContext:
         """The context of a step whose outcome is known."""

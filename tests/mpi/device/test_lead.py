@@ -3,6 +3,7 @@
 import math
 from contextlib import contextmanager
 
+import h5py
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpispeed
 from mpispeed.base.events import Event
 from mpispeed.engine.step import MeasureNorm
+from mpispeed.mesh import exits
+from mpispeed.record import layout
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
@@ -209,6 +212,23 @@ def test_a_schedule_of_the_script_is_right_after_each_step(device, kind):
         found.append((optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0], scheduler.last_epoch))
     assert found[1] == found[0] != found[2] == found[3]
     assert len(getattr(scheduler, "steps", [0] * 3)) == 3  # the first is the constructor's
+    engine.destroy()
+
+
+@ALONE
+def test_a_record_has_the_last_step_before_an_error(device, mpi_tmp_path, monkeypatch):
+    """The losses before a failure are those that people look for."""
+    monkeypatch.setattr(exits, "_TOLD", [])
+    engine = start(device, 0, BF16, run_record={"enabled": True, "path": str(mpi_tmp_path)})
+    for batch in batches(3, BATCH):
+        step(engine, batch.to(device))
+    exits._tell_error(RuntimeError("of the script"))
+    with h5py.File(mpi_tmp_path / "run.h5", locking=False) as file:
+        state = layout.latest_state(file["state"][...].tobytes())
+        names = file["names"][: state.counts["names"]].tobytes().decode().splitlines()
+        rows = file["rows"][: state.counts["rows"]]
+    series = names.index("Step/gradient_norm")
+    assert [int(row["step"]) for row in rows if row["series"] == series] == [1, 2, 3]
     engine.destroy()
 
 
