@@ -95,6 +95,15 @@ class InnerOptimizer(torch.optim.Optimizer):
         self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
         self._states = LocalStates(groups, counters)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The engine's own dicts, as the last step has left them. May wait for the device."""
+        return _settled_groups(self)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["_groups"] = groups
+
     @property  # type: ignore[override]
     def state(self) -> LocalStates:
         """States of the parameters; empty before the first update."""
@@ -154,6 +163,15 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._overflow = False
         self.name = name
         self._link, self._clear = link, clear
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The engine's own dicts, as the last step has left them. May wait for the device."""
+        return _settled_groups(self)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["_groups"] = groups
 
     @property
     def overflow(self) -> bool:
@@ -254,6 +272,15 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Nothing was taken off."""
+
+
+def _settled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    own = vars(optimizer)
+    link = own.get("_link")  # torch's constructor asks before there is one
+    if link is not None:
+        link.settle()
+    groups: list[dict[str, Any]] = own["_groups"]
+    return groups
 
 
 def _add_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, is_made: bool) -> None:

@@ -7,6 +7,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.errors import UsageError
+from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer
+from mpispeed.optim.schedule import Schedule
 
 if TYPE_CHECKING:
     from mpispeed.engine.step import StepContext
@@ -88,8 +90,17 @@ class Rates:
 
     @staticmethod
     def fits(scheduler: Any | None) -> bool:
-        """True if what the scheduler changes can be put back."""
-        return scheduler is None or all(hasattr(scheduler, name) for name in ("state_dict", "load_state_dict"))
+        """True if what the scheduler changes can be put back: its methods are those of torch or of this library."""
+        methods = (getattr(scheduler, name, None) for name in ("step", "state_dict", "load_state_dict"))
+        return scheduler is None or all(
+            str(getattr(method, "__module__", "")).split(".")[0] in ("torch", "mpispeed") for method in methods
+        )
+
+    @staticmethod
+    def is_hidden(scheduler: Any | None) -> bool:
+        """True if nobody sees what the scheduler has changed without settling the step first."""
+        own = (EngineOptimizer, InnerOptimizer)
+        return scheduler is None or (isinstance(scheduler, Schedule) and isinstance(scheduler.optimizer, own))
 
     def _hyper(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key != "params"} for group in self._groups]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from mpispeed.record.writer import RecordWriter
 from mpispeed.walltime.run_state import run_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -145,11 +146,12 @@ class Recorder:
         self.sink = RecordSink(writer, counters)
         self._warnings = WarningNotes(writer)
         self._run_end: Any = None
+        self._settle: Callable[[], object] | None = None  # learns how the last step ended
         self._is_closed = False
 
     def attach(self, context: Context) -> None:
         """Listen to the run."""
-        bus = context.bus
+        bus, self._settle = context.bus, context.parts.updates.settle_at_last
         monitor.attach(bus, [self.sink])
         bus.subscribe(Event.STEP_KNOWN, self._on_step)
         bus.subscribe(Event.SWAP, self._on_swap)
@@ -225,6 +227,9 @@ class Recorder:
         """Keep what ends the program; whatever follows may not come back here."""
         if self._is_closed:
             return
+        if self._settle is not None:
+            with suppress(Exception):  # the device may be what has failed
+                self._settle()
         text = f"{type(error).__name__}: {error}"[:MOST_TEXT]
         where = "".join(traceback.format_tb(error.__traceback__))[-MOST_TEXT:]
         self._writer.note("fault", step=self._counters.global_steps, text=text, trace=where)

@@ -139,10 +139,11 @@ class MeasureNorm:
         counters, shards = self._counters, self._grads.shards
         near, far = shards.square_limbs(filter(self._counts, shards.table.units), threads=ctx.threads)
         notes = (counters.has_failed, not counters.pending_backwards, *(each.is_wanted() for each in self.numbers))
-        if ctx.is_ahead and far is not None:
+        if ctx.is_ahead:
+            # A rank may count no unit, and takes part in the same messages.
+            far = near.to(shards.arena.device) if far is None else far
             ctx.limbs, counted = sum_apart(self._mesh, far, notes)
         else:
-            ctx.is_ahead = False
             total, counted = sum_squares(self._mesh, near, far, notes)
         failed, idle, *wanted = counted
         if failed:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.clock import Clock
+from mpispeed.base.device import mark
 from mpispeed.base.events import Event, Late
 from mpispeed.engine.rates import AdvanceLr, CheckLrKwargs, Rates
 from mpispeed.engine.step import (
@@ -27,6 +28,7 @@ from mpispeed.engine.step import (
     StepContext,
     Update,
 )
+from mpispeed.optim.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +52,10 @@ _BEFORE: dict[Place, tuple[type, ...]] = {
 """Built-in parts of a step: a place is before the first of these; START before all."""
 
 
+LAST_SECONDS = 1.0
+"""How long an error of a program waits for the outcome of its last step."""
+
+
 @dataclass(slots=True)
 class _Pending:
     """A step of which not everybody knows yet.
@@ -58,11 +64,13 @@ class _Pending:
         ctx: its context.
         before: what its schedule has changed, if its outcome is not known.
         payload: of its events.
+        is_last: no micro-batch has ended since.
     """
 
     ctx: StepContext
     before: Rates | None
     payload: Late | None = None
+    is_last: bool = True
 
 
 class Updates:
@@ -110,6 +118,9 @@ class Updates:
         """Advance this learning-rate scheduler from now on instead of the one before; None: none."""
         self.settle()
         self._scheduler = scheduler
+        if isinstance(scheduler, Schedule):
+            own = weakref.WeakMethod(self.settle)
+            scheduler.settle = lambda: (settle := own()) is not None and settle()
         kept = [part for part in self._parts if not isinstance(part, CheckLrKwargs | AdvanceLr)]
         if scheduler is not None and kept:
             advance = AdvanceLr(scheduler)
@@ -150,6 +161,8 @@ class Updates:
     @was_applied.setter
     def was_applied(self, value: bool) -> None:
         self._was_applied = value
+        if self._pending is not None:
+            self._pending.is_last = False
 
     @property
     def norm(self) -> float | None:
@@ -207,7 +220,7 @@ class Updates:
         if not ctx.is_ahead:
             self._conclude(pending)
         self._bus.deliver(Event.STEP_END, pending.payload)
-        if not ctx.is_ahead:
+        if not (ctx.is_ahead and Rates.is_hidden(self._scheduler)):
             self.settle()
         self._began = now
         if self._exchange is not None:
@@ -223,6 +236,19 @@ class Updates:
             self._conclude(pending)
         if pending.payload is not None:
             self._bus.deliver(Event.STEP_KNOWN, pending.payload)
+
+    def settle_at_last(self) -> None:
+        """`settle` for a program that ends by an error, if the device answers within LAST_SECONDS. Local."""
+        pending = self._pending
+        if pending is None or pending.ctx.limbs is None:
+            self.settle()
+            return
+        end, limit = mark(pending.ctx.limbs.device), time.monotonic() + LAST_SECONDS
+        while not end.query():
+            if time.monotonic() > limit:
+                return
+            time.sleep(0.01)
+        self.settle()
 
     def _known(self, ctx: StepContext) -> StepContext:
         """The context of a step whose outcome is known."""
@@ -245,7 +271,7 @@ class Updates:
 
     def _conclude(self, pending: _Pending) -> None:
         ctx = pending.ctx
-        self._was_applied = not ctx.skip
+        self._was_applied = pending.is_last and not ctx.skip
         self._norm = self._norm if ctx.skip else ctx.norm
 
     def _settle_at_exit(self) -> None:

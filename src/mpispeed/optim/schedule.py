@@ -25,17 +25,35 @@ _LARGEST_MOMENTUM = 0.999
 _SECOND_BETA = 0.99
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class Schedule(ABC):
     """Base of all schedules; a schedule defines `_values`, the lr of every group at an index.
 
     The index `last_batch_iteration` is -1 before the first step. With another one (a resumed run) the constructor
     leaves the optimizer as it is.
+
+    Attributes:
+        settle: called before something is read: an engine that has stepped may still have to take that back.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = torch_optimizer(optimizer)
+        self.settle: Callable[[], object] = _nothing
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
+
+    @property
+    def last_batch_iteration(self) -> int:
+        """The index; -1 before the first step. May wait for a device."""
+        self.settle()
+        return self._index
+
+    @last_batch_iteration.setter
+    def last_batch_iteration(self, index: int) -> None:
+        self._index = index
 
     def _start(self) -> None:
         if self.last_batch_iteration == -1:
@@ -66,6 +84,7 @@ class Schedule(ABC):
         Raises:
             UsageError: nothing was written so far (also an AssertionError).
         """
+        self.settle()
         if self._last_lr is None:
             msg = f"the last lr of {type(self).__name__} is not known: need to call step() first"
             raise UsageError(msg)

@@ -3,12 +3,16 @@
 import math
 from contextlib import contextmanager
 
+import h5py
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpispeed
 from mpispeed.base.events import Event
+from mpispeed.engine.step import MeasureNorm
+from mpispeed.mesh import exits
+from mpispeed.record import layout
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
@@ -156,6 +160,92 @@ def test_whoever_asks_is_told(device, reader):
     engine.destroy()
 
 
+HELD = {
+    "group": lambda optimizer, inner, schedule: optimizer.param_groups[0]["lr"],
+    "inner group": lambda optimizer, inner, schedule: inner.param_groups[0]["lr"],
+    "last lr": lambda optimizer, inner, schedule: schedule.get_last_lr(),
+    "lr": lambda optimizer, inner, schedule: schedule.get_lr(),
+    "index": lambda optimizer, inner, schedule: schedule.last_batch_iteration,
+    "state": lambda optimizer, inner, schedule: schedule.state_dict(),
+}
+
+
+@ALONE
+@pytest.mark.parametrize("reader", HELD)
+def test_whoever_holds_what_initialize_gave_is_told(device, reader):
+    settings = config(0, BATCH, 1, **(WARM | BF16 | SCHEDULE))
+    engine, optimizer, _, schedule = mpispeed.initialize(model=moved(TinyLM(), device), config=settings)
+    objects = optimizer, optimizer.optimizer, schedule
+    assert engine.mpispeed.updates.leads
+    data = batches(2, BATCH)
+    step(engine, data[0].to(device))
+    before = HELD[reader](*objects)
+    step(engine, data[1].to(device), poison=True)
+    assert HELD[reader](*objects) == before
+    engine.destroy()
+
+
+class Noting(torch.optim.lr_scheduler.LambdaLR):
+    """Does something that no state tells of."""
+
+    def __init__(self, optimizer):
+        self.steps = []
+        super().__init__(optimizer, lambda epoch: 1.0 / (1 + epoch))
+
+    def step(self, epoch=None):
+        self.steps.append(epoch)
+        super().step()
+
+
+@ALONE
+@pytest.mark.parametrize("kind", [lambda own: torch.optim.lr_scheduler.ExponentialLR(own, 0.5), Noting])
+def test_a_schedule_of_the_script_is_right_after_each_step(device, kind):
+    """A script reads its own objects, of which the engine learns nothing."""
+    settings = config(0, BATCH, 1, **(WARM | BF16))
+    settings.pop("scheduler", None)
+    model = moved(TinyLM(), device)
+    engine, optimizer, _, scheduler = mpispeed.initialize(model=model, lr_scheduler=kind, config=settings)
+    assert engine.mpispeed.updates.leads
+    found = []
+    for number, batch in enumerate(batches(4, BATCH)):
+        step(engine, batch.to(device), poison=number in (1, 3))
+        found.append((optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0], scheduler.last_epoch))
+    assert found[1] == found[0] != found[2] == found[3]
+    assert len(getattr(scheduler, "steps", [0] * 3)) == 3  # the first is the constructor's
+    engine.destroy()
+
+
+@ALONE
+def test_a_record_has_the_last_step_before_an_error(device, mpi_tmp_path, monkeypatch):
+    """The losses before a failure are those that people look for."""
+    monkeypatch.setattr(exits, "_TOLD", [])
+    engine = start(device, 0, BF16, run_record={"enabled": True, "path": str(mpi_tmp_path)})
+    for batch in batches(3, BATCH):
+        step(engine, batch.to(device))
+    exits._tell_error(RuntimeError("of the script"))
+    with h5py.File(mpi_tmp_path / "run.h5", locking=False) as file:
+        state = layout.latest_state(file["state"][...].tobytes())
+        names = file["names"][: state.counts["names"]].tobytes().decode().splitlines()
+        rows = file["rows"][: state.counts["rows"]]
+    series = names.index("Step/gradient_norm")
+    assert [int(row["step"]) for row in rows if row["series"] == series] == [1, 2, 3]
+    engine.destroy()
+
+
+@ALONE
+def test_a_micro_batch_after_a_step_applies_nothing(device):
+    settings = config(0, BATCH, 2, **(WARM | BF16))
+    engine = mpispeed.initialize(model=moved(TinyLM(), device), config=settings)[0]
+    assert engine.mpispeed.updates.leads
+    found = []
+    for number, batch in enumerate(batches(5, BATCH // 2)):
+        step(engine, batch.to(device))
+        if number in (2, 3):
+            found.append(engine.was_step_applied())
+    assert found == [False, True]
+    engine.destroy()
+
+
 @ALONE
 def test_a_checkpoint_has_what_was_not_known(device, mpi_tmp_path):
     engine = start(device, 2, BF16, **SCHEDULE)
@@ -210,3 +300,21 @@ def test_ranks_come_to_the_same_outcome(device, stage):
     found = run(True)
     assert found[0] == 1
     same_bits(found, run(False))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_counts_no_unit_takes_part_in_the_norm(device, monkeypatch):
+    """As a slice whose trained weights are all copies, which another slice counts."""
+
+    def run(leads):
+        engine = start(device, 0, BF16, leads, is_able=False, gradient_clipping=0.5)
+        part = next(part for part in engine.mpispeed.updates._parts if isinstance(part, MeasureNorm))
+        monkeypatch.setattr(part, "_counts", lambda _: engine.mesh.rank == 0)
+        mine = slice(engine.mesh.rank * BATCH // 2, (engine.mesh.rank + 1) * BATCH // 2)
+        for batch in batches(2, BATCH):
+            step(engine, batch[mine].to(device))
+        found = engine.get_global_grad_norm(), weights(engine)
+        engine.destroy()
+        return found
+
+    same_bits(run(True), run(False))
