@@ -93,7 +93,7 @@ class Comm:
         Collective over: this group.
         """
         turn = None if progress is None else progress.drain
-        return Comm(self.group.split(0, self.ranks, self.axes, turn=turn), progress)
+        return self._parent_of(Comm(self.group.split(0, self.ranks, self.axes, turn=turn), progress))
 
     def starting_on(self, progress: Progress) -> Comm:
         """This group, with started verbs on a duplicate through `progress`. Collective over: this group."""
@@ -112,14 +112,23 @@ class Comm:
 
         Collective over: this group.
         """
-        return Comm(self.group.split(color, ranks, axes, reduction=reduction, comm_trace=comm_trace))
+        return self._parent_of(Comm(self.group.split(color, ranks, axes, reduction=reduction, comm_trace=comm_trace)))
 
     def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...], *, reduction: str = "") -> Comm:
         """The group of some ranks of this one, in the given order. `name` is the same on all of them.
 
         Collective over: those ranks only; two groups that are made at the same time need different names.
         """
-        return Comm(self.group.of_members(members, name, axes, reduction=reduction))
+        return self._parent_of(Comm(self.group.of_members(members, name, axes, reduction=reduction)))
+
+    def _parent_of(self, made: Comm) -> Comm:
+        """`made` of ranks of this group, with a path for tensors of a device where this one has been given a way.
+
+        Collective over: `made`.
+        """
+        if self.group.find_path is not None:
+            self.group.find_path(made)
+        return made
 
     def keeps_lead(self, device: torch.device) -> bool:
         """True if verbs on tensors of `device` make the host wait for nothing, the same on all ranks of the group."""
