@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 WORKER = Path(__file__).resolve().parents[1] / "jobs" / "hang_worker.py"
-WAYS = ("missing", "order", "size", "dtype", "kill", "send")
+WAYS = ("missing", "order", "size", "dtype", "kill", "kill_mapped", "send")
 RANKS = 3
 
 
@@ -40,9 +40,10 @@ def problems(way: str, code: int, errors: str, folder: Path, watch_seconds: floa
     messages = errors.count("mpispeed: ") - len(early)
     if messages != 1 and not (way in ("size", "dtype") and messages == 2):  # there ranks find it themselves too
         found.append(f"{messages} messages instead of one")
-    if report["kind"] != {"kill": "death: killed", "size": "mismatch", "dtype": "mismatch", "missing": "mismatch"}.get(
-        way, "hang"
-    ):
+    kinds = {"kill": "death: killed", "kill_mapped": "death: killed"} | dict.fromkeys(
+        ("size", "dtype", "missing"), "mismatch"
+    )
+    if report["kind"] != kinds.get(way, "hang"):
         found.append(f"it is a {report['kind']}")
     seconds = seconds_since_begun(folder)
     if seconds > watch_seconds + END_SECONDS:
@@ -76,7 +77,7 @@ def _wanted(way: str) -> list[str]:
     if way == "dtype":
         called = _at("dtype", "call")
         return [f"rank 1 came with all_reduce (sum) of 8 int32 at {called}", f"of 8 float32 at {called}"]
-    if way == "kill":
+    if way in ("kill", "kill_mapped"):
         return ["because rank 1 on ", "SIGKILL"]
     return [
         f"rank 0 is in send of 4194304 float32 to rank 1 over world at {_at('send', 'waits')}",

@@ -10,6 +10,8 @@ import torch
 
 import mpispeed
 from mpispeed import comm
+from mpispeed.mesh.backends import mapped
+from tests.helpers.device import stand_in
 
 SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
 
@@ -48,6 +50,16 @@ def kill(rank, pair):
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     comm.all_reduce(torch.ones(8))
+
+
+def kill_mapped(rank, pair):
+    """A rank is killed while others wait for it in a sum through memory of devices that all have mapped."""
+    world, device = mpispeed.init_distributed().comm, stand_in()
+    world.group.device_path = mapped.open_mapped(world.group, device)
+    if rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.all_reduce(torch.ones(8, device=device))
 
 
 def send(rank, pair):

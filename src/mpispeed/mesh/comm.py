@@ -93,7 +93,7 @@ class Comm:
         Collective over: this group.
         """
         turn = None if progress is None else progress.drain
-        return Comm(self.group.split(0, self.ranks, self.axes, turn=turn), progress)
+        return _child(self.group, self.group.split(0, self.ranks, self.axes, turn=turn), progress)
 
     def starting_on(self, progress: Progress) -> Comm:
         """This group, with started verbs on a duplicate through `progress`. Collective over: this group."""
@@ -112,14 +112,14 @@ class Comm:
 
         Collective over: this group.
         """
-        return Comm(self.group.split(color, ranks, axes, reduction=reduction, comm_trace=comm_trace))
+        return _child(self.group, self.group.split(color, ranks, axes, reduction=reduction, comm_trace=comm_trace))
 
     def of_members(self, members: Sequence[int], name: str, axes: tuple[str, ...], *, reduction: str = "") -> Comm:
         """The group of some ranks of this one, in the given order. `name` is the same on all of them.
 
         Collective over: those ranks only; two groups that are made at the same time need different names.
         """
-        return Comm(self.group.of_members(members, name, axes, reduction=reduction))
+        return _child(self.group, self.group.of_members(members, name, axes, reduction=reduction))
 
     def keeps_lead(self, device: torch.device) -> bool:
         """True if verbs on tensors of `device` make the host wait for nothing, the same on all ranks of the group."""
@@ -332,6 +332,17 @@ class Comm:
     def _post(self, verb: Message[P], *args: P.args, **kwargs: P.kwargs) -> Work:
         posted, row = verb.post(self.started.group, *args, **kwargs)
         return await_posted(self, verb.name, args[0], posted, row)
+
+
+def _child(group: Group, made: Group, progress: Progress | None = None) -> Comm:
+    """The verbs of a group made of `group`, with a path for tensors of a device where that has a way.
+
+    Collective over: `made`.
+    """
+    comm = Comm(made, progress)
+    if group.find_path is not None:
+        group.find_path(comm)
+    return comm
 
 
 def carry(

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -239,10 +240,14 @@ def _place(world: World, *, has_messages: bool = False) -> Place:
 def open_paths(comms: Iterable[Comm], device: torch.device, choice: Choice, place: Place) -> str:
     """Open the way of each group and of its started verbs; returns why one could not be, "" if all could.
 
+    Groups that are made of these later, of all or some of their ranks, get theirs when they are made.
+
     Collective over: the ranks of each group, in the same order.
     """
     problem = ""
     for comm in comms:
+        for part in (comm, comm.started):
+            part.group.find_path = partial(_find_path, device=device, choice=choice, place=place)
         name = choice.of(comm)
         if comm.size == 1 or name == STAGED or _is_open(comm, name, device):
             continue
@@ -261,6 +266,13 @@ def open_paths(comms: Iterable[Comm], device: torch.device, choice: Choice, plac
         for part, path in zip(parts, opened, strict=True):
             part.group.device_path = path
     return problem
+
+
+def _find_path(made: Comm, *, device: torch.device, choice: Choice, place: Place) -> None:
+    """Open the way of a group that was made of one that has been through `open_paths`. Collective over: the group."""
+    problem = open_paths([made], device, choice, place)
+    if problem and made.rank == 0:
+        log.warning("%s", problem)
 
 
 def _is_open(comm: Comm, name: str, device: torch.device) -> bool:

@@ -179,10 +179,10 @@ def test_a_gpu_takes_one_rank(comm, place, library):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("where", ["ncclGetUniqueId", "ncclCommInitRankConfig", "ncclSend"])
 def test_what_fails_on_one_rank_is_said_by_all(comm, place, library, monkeypatch, where):
-    """Nobody waits for ever, and no communicator is left."""
-    monkeypatch.setattr(nccl, "OPEN_SECONDS", 1.0)
+    """Nobody waits out the limit, which would be the text, and no communicator is left."""
+    monkeypatch.setattr(nccl, "OPEN_SECONDS", 60.0)
     library.fail_at(lambda name: comm.rank == comm.size - 1 and name == where)
-    with pytest.raises(CommError, match=rf"{where}.*: NCCL says .*asked to fail|waited 1 s in vain"):
+    with pytest.raises(CommError, match=rf"{where}.*: NCCL says .*asked to fail"):
         nccl.open_path(comm, place, node=str(comm.rank), has_messages=True)
     assert not nccl_comm._everyone()
 
@@ -196,6 +196,7 @@ def test_lost_peers_are_seen(comm, place, library, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: (told.append(args.exc_value), heard.set()))
     x = torch.zeros(3, device=place)
     path.broadcast(x, 0)
+    comm.barrier()  # else one aborts before the others have what it has
     if comm.rank == comm.size - 1:
         nccl_comm.abort_all()
     else:

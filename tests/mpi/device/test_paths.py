@@ -133,6 +133,26 @@ def test_all_groups_and_later_channels_have_the_way(world, device, library):
 
 
 @pytest.mark.ranks(2, 3)
+def test_groups_that_are_made_of_others_have_the_way(world, device, library):
+    """Such as those of sliced layers, which outlive the engine, of experts, and of levels inside of nodes."""
+    mesh = mesh_of(world, data=world.size)
+    comm = mesh["data"]
+    device_paths.connect(mesh, device, Choice("nccl", "nccl"))
+    made = [comm.duplicate(), comm.split(0, comm.ranks, ("part",)), comm.of_members(range(comm.size), "m", ("part",))]
+    made.append(made[0].duplicate())
+    for part in made:
+        assert part.group.device_path.name == "nccl"
+        x = torch.ones(5, device=device)
+        part.all_reduce(x)
+        assert x.cpu().tolist() == [float(world.size)] * 5
+    alone = comm.split(comm.rank, (world.rank,), ("alone",))
+    assert alone.group.device_path is None
+    for part in (*made, alone):
+        part.close()
+    mesh.close()
+
+
+@pytest.mark.ranks(2, 3)
 def test_where_it_cannot_be_opened_all_stage_and_one_line_says_why(world, device, library, caplog):
     library.fail_at(lambda name: name == "ncclGetUniqueId" and world.rank == 0)
     mesh = mesh_of(world, data=world.size)

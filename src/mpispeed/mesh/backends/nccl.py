@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ SIZES = 62
 """Lengths of a message and of those before it that a letter tells: so far messages may be received out of order."""
 
 OPEN_SECONDS = 300.0
-"""How long a rank waits at most for others to join: a failure of one is known to all only after that."""
+"""How long a rank waits at most for others to join; what fails on one ends the wait of all."""
 
 
 class Lane:
@@ -275,16 +276,17 @@ def open_path(comm: Comm, device: torch.device, *, node: str = "", has_messages:
         first = library.unique_id() if comm.rank == 0 else b""
     everything = comm.gather_objects((first, names))
     made: list[Communicator] = []
+    lanes: tuple[dict[int, Lane], dict[int, Lane]] = ({}, {})
     with devices.module_of(device).device(device):
         try:
-            with comm.together(CommError):
-                communicator = _join(made, library, everything[0][0], comm.size, comm.rank, str(comm), limit)
-                lanes: tuple[dict[int, Lane], dict[int, Lane]] = ({}, {})
+            with comm.together(CommError), _Vigil(comm.transport) as vigil:
+                join = partial(_join, made, library, limit, vigil)
+                join(everything[0][0], comm.size, comm.rank, str(comm))
                 for pair in pairs:
                     if comm.rank in pair:
                         place = pair.index(comm.rank)
                         where = f"{comm} from rank {pair[0]} to rank {pair[1]}"
-                        joined = _join(made, library, everything[pair[0]][1][pair], 2, place, where, limit)
+                        joined = join(everything[pair[0]][1][pair], 2, place, where)
                         peer = pair[1 - place]
                         lane = lanes[place][peer] = Lane(joined, device, comm.transport, peer)
                         lane.meet()
@@ -292,14 +294,72 @@ def open_path(comm: Comm, device: torch.device, *, node: str = "", has_messages:
             for other in made:
                 other.abort("its group could not be joined")
             raise
-    return NcclPath(comm, device, communicator, lanes)
+    for each in made:
+        each.beat = _nothing
+    return NcclPath(comm, device, made[0], lanes)
+
+
+def _nothing() -> None:
+    """Nobody is told of while a communicator is used: the thread that looks sees to that."""
+
+
+class _Lost(Exception):
+    """Another rank has failed, and tells of it itself."""
+
+
+class _Vigil:
+    """Context in which ranks join, that ends on all of them once one fails.
+
+    All compare again and again how they are, without blocking, until nobody is on the way any more. Collective over:
+    the group.
+    """
+
+    _DONE, _ON_THE_WAY, _FAILED = range(3)
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._worst = transport, self._ON_THE_WAY
+
+    def __enter__(self) -> _Vigil:
+        self._comparison = self._transport.compare(self._ON_THE_WAY)
+        return self
+
+    def beat(self) -> None:
+        """To be called while this rank waits.
+
+        Raises:
+            _Lost: another one has failed.
+        """
+        if self._is_over():
+            raise _Lost
+
+    def _is_over(self, state: int = _ON_THE_WAY) -> bool:
+        """True if one has failed or all are done; once a comparison is done, the next begins."""
+        found = self._comparison()
+        if found is not None:
+            self._worst = found[1]
+            if self._worst == self._ON_THE_WAY:
+                self._comparison = self._transport.compare(state)
+        return self._worst != self._ON_THE_WAY
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if kind is not _Lost:
+            nap_until(lambda: self._is_over(self._DONE if kind is None else self._FAILED))
+        return kind is _Lost
 
 
 def _join(
-    made: list[Communicator], library: Library, name: bytes, size: int, rank: int, where: str, limit: float
+    made: list[Communicator],
+    library: Library,
+    limit: float,
+    vigil: _Vigil,
+    name: bytes,
+    size: int,
+    rank: int,
+    where: str,
 ) -> Communicator:
     """A communicator that is ready; also entered in `made`. Collective over: its ranks."""
     made.append(Communicator(library, name, size, rank, where, limit))
+    made[-1].beat = vigil.beat
     made[-1].settle()
     return made[-1]
 

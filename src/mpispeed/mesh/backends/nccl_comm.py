@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,9 @@ class Communicator:
     """Some ranks of the library, of which this one is `rank`; made by the time `settle` has returned.
 
     Calls return when the library has queued them; results are those of the stream that is given to them.
+
+    Attributes:
+        beat: called while the host waits for peers to come to a call; what it raises ends the wait.
     """
 
     def __init__(self, library: Library, name: bytes, size: int, rank: int, where: str, limit_seconds: float) -> None:
@@ -58,6 +61,7 @@ class Communicator:
         """
         self.library, self.size, self.rank, self.where = library, size, rank, where
         self._limit_seconds, self._failure = limit_seconds, ""
+        self.beat: Callable[[], object] = lambda: None
         self._lock = threading.RLock()
         self._handle = ctypes.c_void_p()
         config, unique = Config.not_blocking(), UniqueId.from_buffer_copy(name)
@@ -117,6 +121,7 @@ class Communicator:
         found = [IN_PROGRESS]
 
         def is_over() -> bool:
+            self.beat()
             with self._lock:
                 self._require()
                 found[0] = self._state()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,9 +161,11 @@ class Group:
         sequence: the group in the flight recorder; None: it is not recorded.
         turn: on a channel, waits until operations started before have ended.
         device_path: how tensors of a device travel; None: through host memory.
+        find_path: gives a `Comm` that was made of this group a path of its own, if it can; None: nothing was chosen.
     """
 
     device_path: DevicePath | None = None
+    find_path: Callable[[Any], object] | None = None
 
     def __init__(
         self,
