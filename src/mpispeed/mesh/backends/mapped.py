@@ -276,10 +276,11 @@ class MappedPath(DevicePath):
 
     def close(self) -> None:
         """Unmap, then free. Collective over: the group."""
+        # Only behind the barrier in it do events go, which CUDA forbids while another process may still use them.
+        _give_back(self._transport, self._mapper)
         self._messages.close()
         self._meetings.close()
         self._windows.clear()
-        _give_back(self._transport, self._mapper)
 
     def _others(self) -> list[int]:
         """The other ranks, each rank beginning with the one after it, so that not all read from one."""
