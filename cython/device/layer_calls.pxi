@@ -1,6 +1,6 @@
 # A transformer layer between the launches: two functions of autograd around its attention.
 
-cdef object linear = torch.nn.functional.linear, mm = torch.mm
+cdef object linear = torch.nn.functional.linear, mm = torch.mm, uint8 = torch.uint8
 
 
 cdef class LayerPasses:
@@ -248,9 +248,8 @@ cdef class LayerCalls:
         cdef tuple shape = <tuple>residual.shape, seeds = passes.seeds(residual)
         ctx.set_materialize_grads(False)
         flat = context.transpose(1, 2).reshape(passes.rows, hidden)
-        block = new_flat(
-            ((1 if passes.is_pre else 2) * passes.block()) // passes.itemsize, passes.dtype, passes.device
-        )
+        # Bytes: what converts floats that are saved for backward leaves the statistics in here alone.
+        block = new_flat((1 if passes.is_pre else 2) * passes.block(), uint8, passes.device)
         place = block.data_ptr()
         f = passes.matrix(hidden)
         product = linear(flat, ow)

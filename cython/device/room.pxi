@@ -39,7 +39,7 @@ def find_interface(names=("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVar
         if to_wrap is None:
             return False
         on_cpu, on_cuda = tensors.aoti_torch_device_type_cpu(), tensors.aoti_torch_device_type_cuda()
-        for name in ("float32", "float16", "bfloat16", "float64", "int64"):
+        for name in ("float32", "float16", "bfloat16", "float64", "int64", "uint8"):
             codes[getattr(torch, name)] = getattr(tensors, f"aoti_torch_dtype_{name}")()
         delete_handle = <delete_entry><uintptr_t>place_of(tensors.aoti_torch_delete_tensor_object)
         wrap = <wrap_entry><uintptr_t>place_of(to_wrap)

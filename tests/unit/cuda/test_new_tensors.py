@@ -11,6 +11,8 @@ from mpispeed.native.cuda import launcher
 from tests.helpers.cuda_host import HostLauncher
 from tests.zoo import same_bits
 
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
 
 @pytest.fixture(params=[True, False], ids=["interface", "empty"])
 def is_found(request):
@@ -26,7 +28,7 @@ def test_the_interface_of_this_torch_is_found():
     assert launch.find_interface(("no_such_function", "_Z16THPVariable_WrapRKN2at10TensorBaseE"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (5,), (0, 3), (3, 1, 4), (2, 3, 4, 5), (1,) * 9])
 def test_tensors_are_those_of_empty(shape, dtype, is_found):
     made, wanted = launch.new_tensor(shape, dtype, -1), torch.empty(shape, dtype=dtype)

@@ -119,6 +119,27 @@ def test_one_source_that_does_not_compile_is_said_and_nothing_hangs(slow_compile
     assert not list((slow_compiler / "cache").glob("[!.]*.cubin"))
 
 
+@pytest.mark.parametrize("ask", [lambda: store.compile_missing([SOURCE], "sm_90"),
+                                 lambda: store.machine_code(SOURCE, "sm_90")], ids=["all", "one"])  # fmt: skip
+def test_a_cache_that_cannot_be_written_is_said_and_what_is_in_it_is_read(slow_compiler, ask):
+    """Else an operator would end the program, where its reference can run. Root may write anywhere: a lock fails."""
+    kept = store.cache_folder() / store.file_name(SOURCE, "sm_90", toolchain.version(toolchain.find_nvcc()))
+    (kept.parent / f".{kept.stem}.lock").mkdir()
+    with pytest.raises(NativeMissing, match=f"cannot keep the compiled {SOURCE} in .*: .*set {store.CACHE_VARIABLE}"):
+        ask()
+    store.publish(b"of an administrator", kept)
+    assert ask() in ([], b"of an administrator")
+
+
+def test_a_compiler_that_is_killed_is_said_and_the_next_can_compile(slow_compiler):
+    compiler = slow_compiler / "nvcc"
+    compiler.write_text(COMPILER.replace("sleep 0.3", "kill -9 $$"))
+    with pytest.raises(NativeMissing, match=r"could not compile .*[(]exit code -9[)]"):
+        store.compile_missing([SOURCE], "sm_90")
+    compiler.write_text(COMPILER)
+    assert store.compile_missing([SOURCE], "sm_90") == [SOURCE]
+
+
 def test_another_compiler_compiles_again(slow_compiler):
     store.machine_code(SOURCE, "sm_90")
     store.machine_code(SOURCE, "sm_90")

@@ -110,6 +110,21 @@ def test_recomputed_and_called_twice(form, host):
     same_bits(first, second)
 
 
+def ordinary(x):
+    """As compression of numbers in the range of activations may do: nothing but they survives."""
+    return torch.where(x.abs() < 1e-30, 0, x).clamp(-1e30, 1e30) if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4]], ids=name_of)
+def test_hooks_that_convert_what_is_saved(form, host):
+    """Statistics of norms are kept behind sums of 16 bits; taken for such numbers they would be noise."""
+    layer = layer_of(torch.bfloat16, **form)
+    want = outcome(layer, *batch(torch.bfloat16))
+    for hooks in (torch.autograd.graph.saved_tensors_hooks(ordinary, ordinary), torch.autograd.graph.save_on_cpu()):
+        with hooks:
+            same_bits(want, outcome(layer, *batch(torch.bfloat16)))
+
+
 def test_without_gradients_nothing_is_kept(host):
     layer = layer_of(**FORMS[1]).eval()
     x, mask = batch()

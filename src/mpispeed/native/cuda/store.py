@@ -71,7 +71,7 @@ def machine_code(source: str, arch: str) -> bytes:
     compiler = toolchain.version(toolchain.find_nvcc())
     kept = cache_folder() / file_name(source, arch, compiler)
     if not kept.exists():
-        _make(arch, source, kept, waits=True)
+        _make(source, arch, kept, waits=True)
     return _read(kept)
 
 
@@ -114,16 +114,27 @@ def compile_missing(wanted: Iterable[str], arch: str) -> list[str]:
     return made
 
 
-def _make(arch: str, source: str, kept: Path, *, waits: bool) -> bool | None:
-    """Compile a source if nobody did: whether this process did it, None if another is at it that is not waited for."""
-    with _locked(kept, waits=waits) as is_locked:
-        if not is_locked:
-            return None
-        if kept.exists():
-            return False
-        code, _ = toolchain.compile_source(source, arch)
-        publish(code, kept)
-        return True
+def _make(source: str, arch: str, kept: Path, *, waits: bool) -> bool | None:
+    """Compile a source if nobody did: whether this process did it, None if another is at it that is not waited for.
+
+    Raises:
+        NativeMissing: it does not compile, or cannot be written there.
+    """
+    try:
+        with _locked(kept, waits=waits) as is_locked:
+            if not is_locked:
+                return None
+            if kept.exists():
+                return False
+            code, _ = toolchain.compile_source(source, arch)
+            publish(code, kept)
+            return True
+    except OSError as error:  # a folder that may only be read, a full disk, a file system without locks
+        msg = (
+            f"cannot keep the compiled {source} in {kept.parent}: {error}; set {CACHE_VARIABLE} to a folder of yours "
+            f"on a local disk, or {BUILT_VARIABLE} to one of `mpispeed kernels build`"
+        )
+        raise NativeMissing(msg) from error
 
 
 def publish(code: bytes, path: Path) -> None:
