@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpispeed
 from mpispeed.base.events import Event
+from mpispeed.mesh.comm import Comm
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
 from tests.zoo.models import TinyLM, batches
@@ -210,3 +211,14 @@ def test_ranks_come_to_the_same_outcome(device, stage):
     found = run(True)
     assert found[0] == 1
     same_bits(found, run(False))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_lead_together_or_not_at_all(device, monkeypatch):
+    """A way may be open for the groups of one node only; ranks without it would send other messages."""
+    monkeypatch.setattr(Comm, "keeps_lead", lambda comm, _: comm.ranks[comm.rank] > 0)
+    engine = start(device, 1, BF16, is_able=False)
+    mine = slice(engine.mesh.rank * BATCH // engine.mesh.size, (engine.mesh.rank + 1) * BATCH // engine.mesh.size)
+    step(engine, batches(1, BATCH)[0][mine].to(device))
+    assert engine.get_global_grad_norm() > 0.0
+    engine.destroy()
