@@ -71,7 +71,7 @@ def machine_code(source: str, arch: str) -> bytes:
     compiler = toolchain.version(toolchain.find_nvcc())
     kept = cache_folder() / file_name(source, arch, compiler)
     if not kept.exists():
-        _make(arch, source, kept, waits=True)
+        _make(source, arch, kept, waits=True)
     return _read(kept)
 
 
@@ -114,7 +114,7 @@ def compile_missing(wanted: Iterable[str], arch: str) -> list[str]:
     return made
 
 
-def _make(arch: str, source: str, kept: Path, *, waits: bool) -> bool | None:
+def _make(source: str, arch: str, kept: Path, *, waits: bool) -> bool | None:
     """Compile a source if nobody did: whether this process did it, None if another is at it that is not waited for."""
     with _locked(kept, waits=waits) as is_locked:
         if not is_locked:
