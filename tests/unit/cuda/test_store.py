@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -117,6 +118,25 @@ def test_one_source_that_does_not_compile_is_said_and_nothing_hangs(slow_compile
     with pytest.raises(NativeMissing, match=r"\(exit code 3\):\nerror: no"):
         store.compile_missing(catalog.sources(), "sm_90")
     assert not list((slow_compiler / "cache").glob("[!.]*.cubin"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_no_hindrance(slow_compiler, monkeypatch, number):
+    def refuse(file, kind):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    (slow_compiler / "cache").mkdir(mode=0o700)
+    assert store.compile_missing(catalog.sources()[:1], "sm_90") == catalog.sources()[:1]
+
+
+def test_a_folder_that_cannot_be_written_is_said(slow_compiler):
+    wanted, compiler = catalog.sources()[0], toolchain.version(toolchain.find_nvcc())
+    lock = Path(store.file_name(wanted, "sm_90", compiler)).stem
+    (slow_compiler / "cache" / f".{lock}.lock").mkdir(parents=True)
+    (slow_compiler / "cache").chmod(0o700)
+    with pytest.raises(NativeMissing, match=r"cannot write to .*cache, .*MPISPEED_KERNEL_CACHE"):
+        store.compile_missing([wanted], "sm_90")
 
 
 def test_another_compiler_compiles_again(slow_compiler):

@@ -7,6 +7,7 @@ it by rename; so a half-written file is never read. No MPI is needed, because th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import hashlib
@@ -234,10 +235,23 @@ def _user() -> str:
 
 @contextmanager
 def _locked(path: Path, *, waits: bool) -> Iterator[bool]:
-    with (path.parent / f".{path.stem}.lock").open("w") as file:
+    """The lock of a source. A file system without locks gives it to everybody: work is done twice, and no more.
+
+    Raises:
+        NativeMissing: nothing can be written to the folder.
+    """
+    try:
+        file = (path.parent / f".{path.stem}.lock").open("w")
+    except OSError as error:
+        msg = f"cannot write to {path.parent}, where kernels are kept: {error}; set {CACHE_VARIABLE} to another folder"
+        raise NativeMissing(msg) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
         yield True
