@@ -216,6 +216,8 @@ def main() -> None:
     parser: argparse.ArgumentParser = parser_of(__doc__)
     parser.add_argument("--path", type=Path, help="folder on a local disk")
     options = parser.parse_args()
+    if options.path is not None and not options.path.is_dir():
+        parser.error(f"--path {options.path} is no folder; name one on a local disk")
     rows = measure(need_gpu(), options.rounds, options.path)
     shown = vars(options) | {"path": None if options.path is None else "a local disk"}
     write_results("offload", rows, options=shown, path=options.json)

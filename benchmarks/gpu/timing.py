@@ -38,10 +38,19 @@ def need_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def count(word: str) -> int:
+    """A number of rounds."""
+    found = int(word)
+    if found < 1:
+        msg = f"{found} rounds measure nothing; at least 1"
+        raise argparse.ArgumentTypeError(msg)
+    return found
+
+
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser with what all scripts take: `--rounds`, and `--json FILE` instead of the folder of results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=count, default=20)
     parser.add_argument("--json", type=Path, help="where the record goes; benchmarks/results when it is not given")
     return parser
 

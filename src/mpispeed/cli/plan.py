@@ -270,11 +270,11 @@ def _sized_model(params: int, largest: int) -> nn.Module:
     sizes = [largest] * (params // largest) + [params % largest] * (params % largest > 0)
 
     class Layer(nn.Module):
-        """One parameter."""
+        """One matrix, as vectors alone are not coded."""
 
         def __init__(self, size: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.empty(size, device="meta"))
+            self.weight = nn.Parameter(torch.empty(1, size, device="meta"))
 
         def forward(self, x: Any) -> Any:
             """Return `x`; never called."""

@@ -12,6 +12,7 @@ import mpispeed
 from mpispeed.base.events import Event
 from mpispeed.engine.step import MeasureNorm
 from mpispeed.mesh import exits
+from mpispeed.mesh.comm import Comm
 from mpispeed.record import layout
 from tests.helpers.on_device import moved
 from tests.zoo import same_bits
@@ -318,3 +319,14 @@ def test_a_rank_that_counts_no_unit_takes_part_in_the_norm(device, monkeypatch):
         return found
 
     same_bits(run(True), run(False))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_lead_together_or_not_at_all(device, monkeypatch):
+    """A way may be open for the groups of one node only; ranks without it would send other messages."""
+    monkeypatch.setattr(Comm, "keeps_lead", lambda comm, _: comm.ranks[comm.rank] > 0)
+    engine = start(device, 1, BF16, is_able=False)
+    mine = slice(engine.mesh.rank * BATCH // engine.mesh.size, (engine.mesh.rank + 1) * BATCH // engine.mesh.size)
+    step(engine, batches(1, BATCH)[0][mine].to(device))
+    assert engine.get_global_grad_norm() > 0.0
+    engine.destroy()

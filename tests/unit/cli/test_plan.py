@@ -114,6 +114,14 @@ def test_a_size_alone_gives_equal_layers(folder):
         assert by_size[part] == by_model[part]
 
 
+def test_layers_of_a_size_have_coded_gradients(folder):
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_in_node": True}
+    name = write(folder, CONFIG | {"zero_optimization": zero}, 3)
+    by_size = asked(name, "--params", 3 * 2**20, "--largest-layer", 2**20, "-n", 4)
+    by_model = asked(name, "--model", "planned_models:Big", "--model-args", '{"width": 1024, "depth": 3}', "-n", 4)
+    assert by_size["sent"] == by_model["sent"]
+
+
 def test_ranks_of_a_node_share_its_memory(folder):
     one, two = (asked("ds.json", *SIZE, "-n", 8, "--nodes", nodes)["node"]["need_bytes"] for nodes in (1, 2))
     assert one == 2 * two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -138,6 +139,16 @@ def test_a_compiler_that_is_killed_is_said_and_the_next_can_compile(slow_compile
         store.compile_missing([SOURCE], "sm_90")
     compiler.write_text(COMPILER)
     assert store.compile_missing([SOURCE], "sm_90") == [SOURCE]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_no_hindrance(slow_compiler, monkeypatch, number):
+    def refuse(file, kind):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store.fcntl, "flock", refuse)
+    (slow_compiler / "cache").mkdir(mode=0o700)
+    assert store.compile_missing(catalog.sources()[:1], "sm_90") == catalog.sources()[:1]
 
 
 def test_another_compiler_compiles_again(slow_compiler):

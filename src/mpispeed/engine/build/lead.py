@@ -23,12 +23,16 @@ def is_kept(
     """True if nothing of a step but the host's records needs the norm of its gradients on the host.
 
     All states are on the device, groups of ranks keep the lead of the host, the rule takes its factor from the device,
-    and neither a loss scale nor an exchange of gradients follows overflows. Local; the same on all ranks.
+    and neither a loss scale nor an exchange of gradients follows overflows. Ranks agree, because a way of a group may
+    be open on one node and not on another, and steps that lead send other messages.
+
+    Collective over: all ranks.
     """
     exchange, rule = optimization.exchange, optimization.rule
-    return (
-        plan.device.type not in ("cpu", "meta")
-        and not params.tiers.is_swapping
+    if plan.device.type in ("cpu", "meta"):
+        return False
+    keeps_lead = (
+        not params.tiers.is_swapping
         and not params.tiers.keeps_on_host
         and all(comm.keeps_lead(plan.device) for _, comm in mesh.groups())
         and isinstance(rule, TakesFactor)
@@ -38,3 +42,4 @@ def is_kept(
         and not optimization.grads.exchange.local_grads
         and not isinstance(model, PipelineModule)
     )
+    return all(mesh[mesh.topology.names].gather_objects(keeps_lead))

@@ -7,6 +7,7 @@ it by rename; so a half-written file is never read. No MPI is needed, because th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import hashlib
@@ -129,7 +130,7 @@ def _make(source: str, arch: str, kept: Path, *, waits: bool) -> bool | None:
             code, _ = toolchain.compile_source(source, arch)
             publish(code, kept)
             return True
-    except OSError as error:  # a folder that may only be read, a full disk, a file system without locks
+    except OSError as error:  # a folder that may only be read, a full disk
         msg = (
             f"cannot keep the compiled {source} in {kept.parent}: {error}; set {CACHE_VARIABLE} to a folder of yours "
             f"on a local disk, or {BUILT_VARIABLE} to one of `mpispeed kernels build`"
@@ -245,10 +246,14 @@ def _user() -> str:
 
 @contextmanager
 def _locked(path: Path, *, waits: bool) -> Iterator[bool]:
+    """The lock of a source. A file system without locks gives it to everybody: work is done twice, and no more."""
     with (path.parent / f".{path.stem}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
         yield True
