@@ -13,7 +13,16 @@ from itertools import product
 
 import torch
 
-from mpispeed.native import block_quant, device_norm, exact_squares, one_bit, token_drop
+from mpispeed.native import (
+    block_quant,
+    device_clip,
+    device_norm,
+    device_sum,
+    exact_squares,
+    exact_sum,
+    one_bit,
+    token_drop,
+)
 from mpispeed.native.codes import Coded, Grid
 from mpispeed.native.cuda import launcher
 from mpispeed.native.cuda.catalog import KERNELS
@@ -157,6 +166,12 @@ class Faces:
             weights = self.odd(2, 3).detach().requires_grad_()
             combine(permute(x, index, 7), index, weights).sum().backward()
 
+    def sums(self, dtype: torch.dtype) -> None:
+        """Sums of few and of most parts, of whole packets and not, into their own dtype and fp32."""
+        for count, offset, out in product((2, device_sum.MOST_PARTS), (0, 1), {dtype, torch.float32}):
+            parts = [self.odd(2051, dtype=dtype, offset=offset).detach() for _ in range(count)]
+            device_sum.combine(self.odd(2051, dtype=out, offset=offset).detach(), parts, "sum", 0.5)
+
     def run(self) -> None:
         """All of them."""
         for kind in KINDS:
@@ -173,7 +188,10 @@ class Faces:
             self.rows(kind)
             tensors = [self.odd(count, dtype=kind).detach() for count in (1, 33, 40_001)]
             device_norm.norm_and_finite(tensors)
-            exact_squares.square_partials(tensors, block=exact_squares.TILE)
+            limbs = torch.zeros(exact_sum.LIMBS, dtype=torch.int64, device=self.device)
+            exact_squares.add_squares(limbs, tensors, block=exact_squares.TILE)
+            device_clip.norm_and_factor(limbs, limit=1.0)
+            self.sums(kind)
         self.tokens()
 
 
