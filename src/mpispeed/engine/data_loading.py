@@ -94,8 +94,8 @@ class Stalls:
         self._found: torch.Tensor | None = None
 
     def is_wanted(self) -> bool:
-        """True once a loader of this rank is used."""
-        return self._waits.is_used
+        """True once a loader of this rank is used, if somebody looks at the numbers."""
+        return self._waits.is_used and (self._watch is not None or self._context.published["monitor"].enabled)
 
     def give(self) -> Sequence[float]:
         """As `SentNumbers.give`: seconds of waiting, and all, since it gave the last."""

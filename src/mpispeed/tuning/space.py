@@ -330,7 +330,8 @@ def get(config: Mapping[str, Any], key: str) -> Any:
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what only observes a run: trials must not write to anybody's monitors."""
-    return {key: value for key, value in config.items() if key not in OBSERVERS}
+    loader = dict(config.get("data_loader") or {}) | {"stall_warning": 0}
+    return {key: value for key, value in config.items() if key not in OBSERVERS} | {"data_loader": loader}
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Keys that say how updated parameters are collected, and how much is updated at once: same bits, other messages."""
 
 import logging
+from collections import Counter
 
 import pytest
 
@@ -22,10 +23,10 @@ class Seen:
 
     def __init__(self, engine):
         params = engine.parts.params
-        self.counts, self.sent = {}, {}
+        self.counts, self.sent = Counter(), Counter()
         for (verb, _), entry in engine.mesh.comm_trace.entries().items():
-            self.counts[verb] = self.counts.get(verb, 0) + entry.count
-            self.sent[verb] = self.sent.get(verb, 0) + entry.bytes
+            self.counts[verb] += entry.count
+            self.sent[verb] += entry.bytes
         self.parts = [params.shards.span(unit).numel for unit in params.table.units if unit.states.param.is_replicated]
         self.itemsize = params.table.units[0].states.compute.itemsize
 

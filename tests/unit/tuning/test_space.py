@@ -26,7 +26,7 @@ def test_all_stages_and_powers_of_two_where_the_file_says_nothing():
     assert found[5].name == "z1_gas1_tmbspg2"
     assert found[5].config == {
         **BASE, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 2, "data_loader": {"stall_warning": 0},
     }  # fmt: skip
 
 
