@@ -81,7 +81,25 @@ class LocalStates(Mapping[nn.Parameter, dict[str, Any]]):
         return sum(1 for _ in self)
 
 
-class InnerOptimizer(torch.optim.Optimizer):
+class _SettledGroups(torch.optim.Optimizer):
+    """An optimizer whose groups are read after the outcome of the last step is known."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The engine's own dicts, as the last step has left them. May wait for the device."""
+        own = vars(self)
+        link = own.get("_link")  # torch's constructor asks before there is one
+        if link is not None:
+            link.settle()
+        groups: list[dict[str, Any]] = own["_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["_groups"] = groups
+
+
+class InnerOptimizer(_SettledGroups):
     """`engine.optimizer.optimizer` of an optimizer that was named in the config.
 
     `param_groups` are the engine's own dicts, `state` shows this rank's part of the states, flat where it is a part.
@@ -94,15 +112,6 @@ class InnerOptimizer(torch.optim.Optimizer):
         self.param_groups, self._link, self._clear = groups, link, clear
         self.defaults = {k: v for k, v in groups[0].items() if k != "params"} if groups else {}
         self._states = LocalStates(groups, counters)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The engine's own dicts, as the last step has left them. May wait for the device."""
-        return _settled_groups(self)
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        vars(self)["_groups"] = groups
 
     @property  # type: ignore[override]
     def state(self) -> LocalStates:
@@ -139,7 +148,7 @@ class InnerOptimizer(torch.optim.Optimizer):
         _load_groups(self.param_groups, state_dict)
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(_SettledGroups):
     """A `torch.optim.Optimizer` for schedulers and user code; `param_groups` are the engine's own dicts.
 
     Updates are made by the engine, which also reduces and clips; `step` is `engine.step()` at a boundary. State of the
@@ -163,15 +172,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._overflow = False
         self.name = name
         self._link, self._clear = link, clear
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The engine's own dicts, as the last step has left them. May wait for the device."""
-        return _settled_groups(self)
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        vars(self)["_groups"] = groups
 
     @property
     def overflow(self) -> bool:
@@ -272,15 +272,6 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Nothing was taken off."""
-
-
-def _settled_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    own = vars(optimizer)
-    link = own.get("_link")  # torch's constructor asks before there is one
-    if link is not None:
-        link.settle()
-    groups: list[dict[str, Any]] = own["_groups"]
-    return groups
 
 
 def _add_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], *, is_made: bool) -> None:

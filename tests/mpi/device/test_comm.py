@@ -7,8 +7,8 @@ from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends import mapped, pointers
 from mpispeed.mesh.collectives import device_collectives, device_verbs
 from mpispeed.mesh.compressed.quantized import quantized_all_gather, quantized_reduce_scatter
-from tests.helpers import verbs
 from tests.helpers.mapped_paths import mapped_paths
+from tests.helpers.on_device import noise, same
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -30,15 +30,6 @@ def window(request, comm, device, monkeypatch):
     monkeypatch.setattr(mapped, "SLOT_BYTES", 2 * SMALL)
     with mapped_paths(comm, device):
         yield
-
-
-def noise(rank, count, dtype):
-    found = torch.randn(count, generator=torch.Generator().manual_seed(17 + rank), dtype=torch.float64)
-    return found > 0 if dtype == torch.bool else (found * 100).to(dtype)
-
-
-def same(x, expected):
-    return verbs.same(x.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,8 +10,9 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
 from mpispeed.mesh.backends import nccl, nccl_comm
 from mpispeed.mesh.collectives.group import CommTrace
-from tests.helpers import fake_nccl, verbs
+from tests.helpers import fake_nccl
 from tests.helpers.device import stand_in
+from tests.helpers.on_device import noise, same
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -39,15 +40,6 @@ def joined(comm, place, library):
     made.group.device_path = nccl.open_path(made, place, node=str(comm.rank), has_messages=True)
     yield made
     made.close()
-
-
-def noise(rank, count, dtype):
-    found = torch.randn(count, generator=torch.Generator().manual_seed(17 + rank), dtype=torch.float64)
-    return found > 0 if dtype == torch.bool else (found * 100).to(dtype)
-
-
-def same(x, expected):
-    return verbs.same(x.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
