@@ -38,6 +38,36 @@ def resolve_batch(tb: int | None, mb: int | None, gas: int | None, world: int) -
     return full
 
 
+def require_slots(tb: int | None, mb: int | None, world: int) -> None:
+    """Check batch sizes for `reduction` "invariant", whose micro-batches do not depend on the data-parallel ranks.
+
+    Raises:
+        ConfigError: one of both is missing, they do not divide, or the ranks do not divide the micro-batches.
+    """
+    if tb is None or mb is None:
+        msg = (
+            f'reduction "invariant" needs {TRAIN_BATCH} and {MICRO_BATCH}, because the micro-batches of a step may not '
+            f"depend on the ranks; found {TRAIN_BATCH} {_text(tb)} and {MICRO_BATCH} {_text(mb)}; set both to numbers"
+        )
+        raise ConfigError(msg)
+    if mb < 1 or tb < 1 or tb % mb:
+        msg = f'reduction "invariant": {TRAIN_BATCH} {tb} is no multiple of {MICRO_BATCH} {mb}; change one of them'
+        raise ConfigError(msg)
+    count = tb // mb
+    if count % world:
+        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        msg = (
+            f'reduction "invariant": {world} data-parallel ranks do not divide the {count} micro-batches of a step '
+            f"({TRAIN_BATCH} {tb} / {MICRO_BATCH} {mb}); start {fitting} of them, or change the batch sizes (which "
+            "makes another run)"
+        )
+        raise ConfigError(msg)
+
+
+def _text(size: int | None) -> str:
+    return "null" if size is None else str(size)
+
+
 def _complete(tb: int | None, mb: int | None, gas: int | None, world: int) -> tuple[int, int, int]:
     """Fill in missing sizes by floor division; the result may not multiply."""
     if tb is not None:

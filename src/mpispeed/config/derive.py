@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, resolve_batch
+from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, require_slots, resolve_batch
 from mpispeed.config.elastic_batch import elastic_triple
 from mpispeed.config.root import Config
 
@@ -43,6 +43,8 @@ def batch_sizes(config: Config, world_size: int, ranks: int | None = None) -> tu
     """
     if config.elasticity.enabled:
         return elastic_triple(config.elasticity, world_size if ranks is None else ranks, world_size)
+    if config.reduction == "invariant":
+        require_slots(config.train_batch_size, config.train_micro_batch_size_per_gpu, world_size)
     return resolve_batch(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

@@ -22,6 +22,7 @@ from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorParallel
 from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
 from mpispeed.config.record import RunRecord
+from mpispeed.config.reproducibility import Reproducibility
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
 from mpispeed.config.sequence import SequenceParallel
 from mpispeed.config.sparse import SparseAttention
@@ -47,10 +48,10 @@ class Config(Section):
     seq_parallel_comm_data_type: Dtype = Field(
         "fp32", description="The same where sequences are cut over ranks; a set communication_data_type comes first."
     )
-    reduction: Literal["mpi", "ordered"] = Field(
+    reduction: Literal["mpi", "ordered", "invariant"] = Field(
         "mpi",
-        description="mpi: the MPI library's sums for fp32; ordered: sums in rank order, reproducible to the bit "
-        "(mpispeed only).",
+        description="mpi: the MPI library's sums for fp32; ordered: sums in rank order, reproducible to the bit; "
+        "invariant: the same bits at any number of ranks, by sums in the order of micro-batches (mpispeed only).",
     )
     prescale_gradients: bool = Field(False, description="Divide gradients by the ranks before the sum, not after.")
     gradient_predivide_factor: PositiveReal = Field(1.0, description="Divide by this before the sum, the rest after.")
@@ -97,6 +98,9 @@ class Config(Section):
     trace: Trace = subsection(Trace, "What all ranks do when, in some steps (mpispeed only).")
     walltime: Walltime = subsection(Walltime, "Saving before the job ends (mpispeed only).")
     data_loader: DataLoader = subsection(DataLoader, "How training data is read (mpispeed only).")
+    reproducibility: Reproducibility = subsection(
+        Reproducibility, "What bits depend on beside the ranks (mpispeed only)."
+    )
     run_record: RunRecord = subsection(RunRecord, "What a run did, in one file (mpispeed only).")
     nebula: Nebula = subsection(Nebula, "Accepted; no effect.")
     activation_checkpointing: ActivationCheckpointing = subsection(ActivationCheckpointing, "Kept activations.")

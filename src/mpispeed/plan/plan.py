@@ -17,6 +17,7 @@ from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
+from mpispeed.plan.slots import Slots
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.prefetch import Limits
@@ -96,6 +97,20 @@ class Plan:
     def states(self) -> States:
         """Placement of each kind of model state."""
         return self.placing.states
+
+    @property
+    def slots(self) -> Slots | None:
+        """Who computes which micro-batch of the global batch, where that may not matter; None: it does.
+
+        Raises:
+            ConfigError: the ranks do not divide the micro-batches.
+        """
+        if self.config.reduction != "invariant":
+            return None
+        count, sequence = self.batch.train_batch_size // self.batch.micro_batch_size, self.sequence.size
+        together = max((-(-size // sequence) for size in self.placing.distinct), default=1)
+        in_turn = not self.states.grad.is_replicated
+        return Slots(count, self.batch.ranks, in_turn, together=together, sequence=sequence)
 
     @property
     def gathers_once(self) -> bool:
@@ -229,7 +244,7 @@ class Plan:
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
-            ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.reduction}"),
+            ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.config.reduction}"),
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),
             *([("device", str(self.device))] if self.device.type != "cpu" else []),
@@ -298,7 +313,7 @@ def make_plan(
         predivide=config.gradient_predivide_factor,
         is_overlapped=overlaps_communication(config),
         bucket_elements=min(max(zero.reduce_bucket_size, 1), UNIT_ELEMENTS_MAX),
-        reduction=config.reduction,
+        reduction="ordered" if config.reduction == "invariant" else config.reduction,
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
         optimizer_name=optimizer.type if optimizer else None,
         optimizer_params=dict(optimizer.params) if optimizer else {},

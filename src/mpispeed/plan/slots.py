@@ -1,0 +1,85 @@
+"""Slots: the micro-batches of a global batch, numbered without regard to the ranks that compute them. Pure.
+
+With `reduction` "invariant" slot i has fixed samples, seeds of its own, and a fixed place in the tree of sums, so that
+losses and gradients do not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpispeed.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slot that each rank computes in each micro-step, and the leaf of its gradient in the tree of sums.
+
+    Attributes:
+        count: slots of a global batch, train_batch_size / train_micro_batch_size_per_gpu.
+        ranks: size of the batch axis; divides `count`.
+        in_turn: neighbouring slots go to neighbouring ranks, so that each micro-step completes a run of leaves; else
+            each rank has a run of slots, whose gradients it can add up by itself.
+        together: neighbouring ranks of the batch axis whose slots are computed at once, as by experts that are spread
+            over them; divides `ranks`.
+        sequence: ranks that share each slot, each of which has a part of its gradient.
+    """
+
+    count: int
+    ranks: int
+    in_turn: bool
+    together: int = 1
+    sequence: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count % self.ranks:
+            fitting = ", ".join(str(n) for n in range(1, self.count + 1) if self.count % n == 0)
+            msg = (
+                f'reduction "invariant": {self.ranks} data-parallel ranks do not divide the {self.count} micro-batches '
+                f"of train_batch_size; start one of {fitting}, or change train_batch_size or "
+                "train_micro_batch_size_per_gpu (another number of micro-batches is another run)"
+            )
+            raise ConfigError(msg)
+        if self.ranks % self.together:
+            msg = (
+                f'reduction "invariant": groups of {self.together} ranks compute together, and {self.ranks} '
+                "data-parallel ranks are no multiple of them; start a multiple"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def per_rank(self) -> int:
+        """Slots of each rank: micro-steps of an update."""
+        return self.count // self.ranks
+
+    @property
+    def blocks(self) -> int:
+        """Runs of `together` slots that are computed at once."""
+        return self.count // self.together
+
+    @property
+    def lanes(self) -> int:
+        """Parts of a block, each of which always comes from a rank at the same place of its group."""
+        return self.together * self.sequence
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of the tree of sums."""
+        return self.lanes * self.blocks
+
+    def block(self, rank: int, micro_step: int) -> int:
+        """The block that `rank` of the batch axis computes a part of in a micro-step of an update, from 0."""
+        groups, group = self.ranks // self.together, rank // self.together
+        return micro_step * groups + group if self.in_turn else group * self.per_rank + micro_step
+
+    def slot(self, rank: int, micro_step: int) -> int:
+        """The slot that `rank` of the batch axis computes in a micro-step of an update, from 0."""
+        return self.block(rank, micro_step) * self.together + rank % self.together
+
+    def leaf(self, rank: int, micro_step: int, part: int = 0) -> int:
+        """The leaf of its gradient; `part`: place on the sequence axis. Lane by lane, so that runs stay runs."""
+        return self.lane(rank, part) * self.blocks + self.block(rank, micro_step)
+
+    def lane(self, rank: int, part: int = 0) -> int:
+        """The lane of a rank of the batch axis at a place of the sequence axis."""
+        return part * self.together + rank % self.together
