@@ -410,6 +410,7 @@ class SumGradients:
             with shards.beside(bucket.device):
                 wire = _scaled(bucket, before, wire_dtype, arena)
                 self._bring(unit, wire, adds=reduction.adds, squares=squares)
+                reduction.bucket = None
                 arena.give(bucket)
             return
         wire = _scaled(bucket, before, wire_dtype, arena)
@@ -419,6 +420,7 @@ class SumGradients:
         if wire is not bucket:
             arena.give(wire)
         if not unit.states.grad.is_replicated:
+            reduction.bucket = None  # its memory is free from now on, and not only when somebody has waited
             arena.give(bucket)
 
     def _is_own(self, unit: Unit, reduction: Reduction, after: float) -> bool:
