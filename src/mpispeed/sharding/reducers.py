@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -215,8 +216,11 @@ LEAST_ELEMENTS = 1 << 22
 
 
 def limit_of(sizes: Iterable[int]) -> int:
-    """Elements that may be in flight for units of these sizes: two of the largest."""
-    return max(2 * max(sizes, default=0), LEAST_ELEMENTS)
+    """Elements that may be in flight for units of these sizes: two of the usual size; a larger unit alone.
+
+    One is summed while the next one waits for its turn. More would only wait longer, in memory.
+    """
+    return max(2 * statistics.median_high([0, *sizes]), LEAST_ELEMENTS)
 
 
 class Backlog:
