@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
 from typing import Any
 
@@ -11,14 +9,13 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
+from mpispeed.store import host_memory
 
 _Shelf = tuple[torch.dtype, int, bool, bool]
 """Buffers alike: dtype, elements, whether in host memory, whether page-locked."""
 
 LEAST_RETURNED_BYTES = 4 << 20
 """From this size on pageable host memory goes back to the system when nobody uses it."""
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class Arena:
@@ -74,7 +71,7 @@ class Arena:
         if is_pinned:
             return devices.pinned(numel, dtype)
         if self._is_returned(key) and home.type == "cpu":
-            return _mapped(numel, dtype)
+            return host_memory.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=home)
 
     def _is_returned(self, key: _Shelf) -> bool:
@@ -118,14 +115,3 @@ class Arena:
                 self.owned_bytes -= sum(buffer.nbytes for buffer in shelf)
             self._free.clear()
             self._last.clear()
-
-
-def _mapped(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own, which the system gets back with the last view of it. Shapes: [numel]."""
-    size = numel * dtype.itemsize
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)

@@ -29,6 +29,7 @@ from mpispeed.sharding.prefetch import Prefetcher
 from mpispeed.sharding.quantized import QuantizedReducer
 from mpispeed.sharding.reducers import Listener, PlainReducer, SumChannel
 from mpispeed.sharding.sparse import RowReducer
+from mpispeed.store.arena import Arena
 from mpispeed.store.dry import META, DryTiers
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.compressed.quantized import Feedback
     from mpispeed.sharding.module_units import ModuleUnits
-    from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Place, Table, Unit
 
 MICRO_STEPS = 3
@@ -188,6 +188,8 @@ class _DryRun:
         mesh = self._mesh = facts.dry_mesh()
         self._repeats = _Repeats(mesh)
         params = make_shards(DryParams, facts.plan, mesh, table, DryTiers(facts.swap))
+        if facts.plan.device.type != "cpu":  # buffers of a device are kept
+            params.arena = Arena(META, returns=False)
         params.adopt_all()
         self._users = find_module_units(
             model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
