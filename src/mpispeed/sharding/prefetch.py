@@ -321,12 +321,7 @@ class Prefetcher:
         most = limit + max(self._largest, elements + present)
         if is_strict and self.limits.is_firm and self.tally.live_elements + elements > most:
             held = ", ".join(self._units[i].name for i in sorted(self._full))
-            msg = (
-                f"{reader()} needs {elements} elements whole beside {self.tally.live_elements} of {held}, which are in "
-                f"use: more than max_live_parameters {limit} and one module ({most} in all); raise it to at "
-                f"least {self.tally.live_elements + elements}"
-            )
-            raise StoreError(msg)
+            raise _too_much(reader(), elements, self.tally.live_elements, held, limit, most)
 
     def _latest_first(self, needed: set[int]) -> list[int]:
         """Units that may be resharded: first those that nobody is expected to use, then those that are used last."""
@@ -334,10 +329,7 @@ class Prefetcher:
         return sorted(far, key=lambda i: (far[i] is None, far[i] or 0, i), reverse=True)
 
     def _has_room(self, unit: Unit, needed: set[int]) -> bool:
-        """True if `unit`, which is expected, fits under the limit; where that is not firm, units used later make room.
-
-        Nothing is resharded in vain.
-        """
+        """True if `unit`, which is expected, fits; without a firm limit units used later are resharded for it."""
         missing = self.tally.live_elements + unit.layout.padded - self._live
         if missing <= 0 or self.limits.is_firm:
             return missing <= 0
@@ -368,6 +360,13 @@ class Prefetcher:
             self._start(unit, lambda: f"a module expected after {reader()}")
             self.tally.ahead += 1
             ahead += size
+
+
+def _too_much(who: str, elements: int, live: int, held: str, limit: int, most: int) -> StoreError:
+    return StoreError(
+        f"{who} needs {elements} elements whole beside {live} of {held}, which are in use: more than "
+        f"max_live_parameters {limit} and one module ({most} in all); raise it to at least {live + elements}"
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:
