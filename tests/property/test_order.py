@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpispeed.sharding.prefetch import Order
+from mpispeed.sharding.use_order import Order
 
 SIZES = [3, 5, 1, 8, 13, 2]
 uses = st.tuples(st.integers(0, len(SIZES) - 1), st.booleans())

@@ -72,11 +72,15 @@ class ZeroOptimization(Section):
     model_persistence_threshold: Natural = Field(
         2**63 - 1, description="Stage 3: elements that stay whole in all, at most."
     )
-    max_live_parameters: Natural = Field(
-        10**9, description="Stage 3: elements that are whole at once, at most, beside the unit that is needed."
+    max_live_parameters: Natural | None = Field(
+        None,
+        description="Stage 3: elements that are whole at once, at most, beside the unit that is needed. null: what the "
+        "largest block and the one fetched ahead of it need.",
     )
-    max_reuse_distance: Natural = Field(
-        10**9, description="Stage 3: keep a unit that is used again before so many elements of others are used."
+    max_reuse_distance: Natural | None = Field(
+        None,
+        description="Stage 3: keep a unit that is used again before so many elements of others are used. null: those "
+        "that are used next, as far as max_live_parameters goes.",
     )
     gather_16bit_weights_on_model_save: bool = Field(
         False, description="Stage 3: allow save_16bit_model, which gathers the model; without it it writes nothing."

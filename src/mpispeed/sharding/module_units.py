@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,6 +65,27 @@ def find_module_units(
 
     visit(model, "")
     return list(found.values())
+
+
+def needed_elements(users: Sequence[ModuleUnits]) -> int:
+    """Elements that are whole at once where one module runs and another one is fetched ahead, at most.
+
+    A module needs its own units and those of the modules that it is inside of.
+    """
+    sizes = {unit.index: unit.layout.padded for user in users for unit in user.units}
+
+    def size(units: Collection[int]) -> int:
+        return sum(sizes[index] for index in units)
+
+    apart = sorted(({unit.index for unit in user.units} for user in users), key=size, reverse=True)
+    most, running = 0, list[ModuleUnits]()
+    for user in users:
+        while running and running[-1].name and not user.name.startswith(f"{running[-1].name}."):
+            running.pop()
+        running.append(user)
+        own = {unit.index for other in running for unit in other.units}
+        most = max(most, size(own) + next((size(other) for other in apart if own.isdisjoint(other)), 0))
+    return most
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from mpispeed.base.errors import StoreError
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.quantized import Codes
+from mpispeed.store import host_memory
 from mpispeed.store.arena import Arena
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import REPLICATED, Placement
@@ -204,7 +205,8 @@ class ParamShards:
         """
         states, own, span = unit.states, self.rest_span(unit), self.span(unit)
         compute, is_resident = states.compute, states.param.is_replicated
-        rest = source[own.slice].to(compute, copy=not is_resident and not self.tiers.is_apart(PARAM, unit.index))
+        is_copied = not is_resident and not self.tiers.is_apart(PARAM, unit.index)
+        rest = host_memory.copied(source[own.slice], compute) if is_copied else source[own.slice].to(compute)
         if not is_resident:
             rest = self.tiers.bring(PARAM, unit.index, rest, compute, copies=False)
         if states.is_coded:

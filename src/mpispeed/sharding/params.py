@@ -12,6 +12,7 @@ from torch import nn
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+from mpispeed.store import host_memory
 
 if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Wait
@@ -98,9 +99,13 @@ class ParamStore:
         self._names = {id(param): place.entry.name for param, place in self.table.all_places()}
         for unit in self.table.all_units:
             self._adopt(unit)
+        host_memory.trim()  # of the model as it was given
 
     def _adopt(self, unit: Unit) -> None:
-        source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.tiers.device)
+        if self.tiers.device.type == "cpu":
+            source = host_memory.zeros(unit.layout.padded, unit.dtype)
+        else:
+            source = torch.zeros(unit.layout.padded, dtype=unit.dtype, device=self.tiers.device)
         # Parameters that zero.Init sharded over all ranks with copies have equal values there.
         comm = self.mesh[unit.states.partial]
         alike = [

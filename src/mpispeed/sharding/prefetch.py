@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.sharding.use_order import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from mpispeed.mesh.collectives.work import Wait, Work
     from mpispeed.mesh.mesh import Mesh
@@ -24,148 +24,27 @@ if TYPE_CHECKING:
 LOOK_AHEAD_USES = 16
 """How far prefetch looks along the expected order; a bound on the time one look takes."""
 
-Use = tuple[int, bool]
-"""Index of a unit, and whether it was used in a backward pass."""
-
-
-@dataclass(slots=True)
-class _Trace:
-    uses: tuple[Use, ...] = ()
-    lengths: tuple[int, ...] = ()  # how often in a row
-    ends: list[int] = field(default_factory=list)  # elements used up to and including each use
-    places: dict[int, list[int]] = field(default_factory=dict)  # where each unit is used
-    absent: frozenset[int] = frozenset()  # units whose layers were left out
-
-    @classmethod
-    def of(cls, uses: Sequence[Use], lengths: Sequence[int], sizes: Sequence[int], absent: frozenset[int]) -> _Trace:
-        trace, total = cls(tuple(uses), tuple(lengths), absent=absent), 0
-        for place, (unit, _) in enumerate(uses):
-            total += sizes[unit]
-            trace.ends.append(total)
-            trace.places.setdefault(unit, []).append(place)
-        return trace
-
-
-class Order:
-    """Predicts the next units. Equal calls on all ranks give equal predictions; time plays no part.
-
-    A pass is one run of the outermost module with what follows until the next one. Passes of one kind are expected
-    to use units in the same order; where one deviates, predictions continue after the next matching use, or end.
-    Units whose layers a pass leaves out (`absent`) are not expected in it, and not forgotten.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """Args: `sizes` are the elements of the units."""
-        self._sizes = sizes
-        self._known: dict[Hashable, _Trace] = {}
-        self._kind: Hashable = None
-        self._trace = _Trace()
-        self._place: int | None = None  # of the next expected use; None: not known
-        self._uses: list[Use] = []
-        self._lengths: list[int] = []
-        self._absent: frozenset[int] = frozenset()
-        self.deviations = 0
-
-    def begin(self, kind: Hashable, absent: frozenset[int] = frozenset()) -> None:
-        """Begin a pass; the finished one becomes the expectation for the next of its kind."""
-        self.end()
-        self._kind, self._absent = kind, absent
-        self._trace = self._known.get(kind, _Trace())
-        self._place = 0 if self._trace.uses else None
-
-    def end(self) -> None:
-        """End the pass."""
-        if self._uses and not self._is_expected():
-            self._known[self._kind] = _Trace.of(self._uses, self._lengths, self._sizes, self._absent)
-        self._uses, self._lengths, self._trace, self._place = [], [], _Trace(), None
-
-    def _is_expected(self) -> bool:
-        """True if only units that were left out tell this pass from the known one, and it left out no fewer."""
-        known, absent = self._trace, self._absent
-        if absent == known.absent:
-            return (tuple(self._uses), tuple(self._lengths)) == (known.uses, known.lengths)
-        either = absent | known.absent
-        alike = _without(self._uses, self._lengths, either) == _without(known.uses, known.lengths, either)
-        return alike and len(absent) >= len(known.absent)
-
-    def forget(self) -> None:
-        """Expect nothing any more."""
-        self.end()
-        self._known.clear()
-
-    def note(self, unit: int, *, is_backward: bool) -> None:
-        """Record that `unit` is used now; using it twice in a row is one use."""
-        use = unit, is_backward
-        if self._uses and self._uses[-1] == use:
-            self._lengths[-1] += 1
-            return
-        self._uses.append(use)
-        self._lengths.append(1)
-        if self._place is None or unit in self._trace.absent:
-            return
-        for place in self._trace.places.get(unit, ())[self._first(unit) :]:
-            if self._trace.uses[place] == use:
-                between = self._trace.uses[self._place : place]
-                self.deviations += any(other != use and other[0] not in self._absent for other in between)
-                self._place = place + 1
-                return
-        self.deviations += 1
-        self._place = None
-
-    def _first(self, unit: int) -> int:
-        return bisect.bisect_left(self._trace.places.get(unit, ()), self._place or 0)
-
-    @property
-    def is_known(self) -> bool:
-        """True while predictions can be made."""
-        return self._place is not None
-
-    def upcoming(self, uses: int) -> Iterator[int]:
-        """Units of the next `uses` uses that are expected, in their order."""
-        if self._place is not None:
-            for place in range(self._place, min(self._place + uses, len(self._trace.uses))):
-                if self._trace.uses[place][0] not in self._absent:
-                    yield self._trace.uses[place][0]
-
-    def distance(self, unit: int) -> int | None:
-        """Elements of other units that are expected to be used before `unit` is; None if it is not expected."""
-        if self._place is None or unit in self._absent:
-            return None
-        places = self._trace.places.get(unit, ())
-        first = self._first(unit)
-        if first == len(places):
-            return None
-        before = self._trace.ends[self._place - 1] if self._place else 0
-        return self._trace.ends[places[first]] - self._sizes[unit] - before
-
-    def is_unfinished(self, unit: int) -> bool:
-        """True if `unit` is in use and expected to be used again before any other."""
-        if not self._place or not self._uses or self._uses[-1][0] != unit:
-            return False
-        if self._trace.uses[self._place - 1] != self._uses[-1]:
-            return False  # the known pass left it out
-        return self._lengths[-1] < self._trace.lengths[self._place - 1]
-
-
-def _without(uses: Sequence[Use], lengths: Sequence[int], absent: frozenset[int]) -> list[tuple[Use, int]]:
-    """The uses of other units with how often each comes in a row."""
-    found: list[tuple[Use, int]] = []
-    for use, length in zip(uses, lengths, strict=True):
-        if use[0] in absent:
-            continue
-        if found and found[-1][0] == use:
-            length += found.pop()[1]
-        found.append((use, length))
-    return found
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets of a `Prefetcher`. Units: elements."""
+    """Budgets of a `Prefetcher`. Units: elements.
 
-    ahead: int = 5 * 10**7  # fetched before they are needed
-    live: int = 10**9  # whole at once, beside what one module needs
-    reuse: int = 10**9  # a unit stays if fewer elements of others are used before it is used again
+    Attributes:
+        ahead: fetched before they are needed.
+        live: whole at once, beside what one module needs; None: what the model needs (`by_need`).
+        reuse: a unit stays if fewer elements of others are used before it is used again; None: as `live` allows.
+        is_firm: `live` was asked for: more is an error, and prefetch stops there. Else a module gets what it needs,
+            and prefetch makes room by letting go of what is used later than what it fetches.
+    """
+
+    ahead: int = 5 * 10**7
+    live: int | None = None
+    reuse: int | None = None
+    is_firm: bool = True
+
+    def by_need(self, elements: int) -> Limits:
+        """The same, but `live` is `elements` where nothing was asked for."""
+        return self if self.live is not None else replace(self, live=elements, is_firm=False)
 
 
 @dataclass(slots=True)
@@ -208,13 +87,13 @@ class Prefetcher:
             shards: the parameters at rest.
             channel: carries the gathers.
             arena: gives the full buffers.
-            limits: budgets.
+            limits: budgets; without `live` the largest two units count as what the model needs.
             wait: waits for a started gather; its second argument is the reason, for messages.
             rounds: agreement on the union of wanted units before each fetch; None: all ranks do the same.
         """
         self.rounds = rounds
         self.absent: frozenset[int] = frozenset()
-        self.shards, self.limits, self.tally = shards, limits, Tally()
+        self.shards, self.tally = shards, Tally()
         self._channel, self._arena, self._wait = channel, arena, wait
         self._units = shards.table.all_units
         self.order = Order([unit.layout.padded for unit in self._units])
@@ -226,7 +105,10 @@ class Prefetcher:
         self._ahead: set[int] = set()
         self._recent: list[int] = []
         self._bound: dict[int, set[int]] = {}
-        self._largest = max((u.layout.padded for u in self._units if not u.states.param.is_replicated), default=0)
+        sizes = sorted(unit.layout.padded for unit in self._units if not unit.states.param.is_replicated)
+        self._largest = max(sizes, default=0)
+        self.limits = limits.by_need(sum(sizes[-2:]))
+        self._live = self.limits.live or 0
 
     # -- use ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +129,7 @@ class Prefetcher:
         near = needed.union(*(self._bound.get(index, ()) for index in needed)) if is_backward else needed
         self._start_missing(units, near, reader)
         if self.rounds is None:
-            self._look_ahead(reader)
+            self._look_ahead(near, reader)
         for unit in units:
             self._arrive(unit, reader)
         if is_backward:
@@ -424,32 +306,46 @@ class Prefetcher:
         if self.order.is_unfinished(index):
             return True
         distance = self.order.distance(index)
-        return distance is not None and distance < self.limits.reuse
+        return distance is not None and (self.limits.reuse is None or distance < self.limits.reuse)
 
     def _make_room(self, elements: int, needed: set[int], reader: Callable[[], str], *, is_strict: bool = True) -> None:
         """Reshard units that are needed last until `elements` more fit under the limit."""
-        limit = self.limits.live
+        limit = self._live
         if self.tally.live_elements + elements <= limit:
             return
-        free = [index for index in self._full if not self._holds[index] and index not in needed]
-        far = {index: self.order.distance(index) for index in free}
-        for index in sorted(free, key=lambda i: (far[i] is None, far[i] or 0, i), reverse=True):
+        for index in self._latest_first(needed):
             self._release(index)
             if self.tally.live_elements + elements <= limit:
                 return
         present = sum(self._units[index].layout.padded for index in needed if index in self._full)
         most = limit + max(self._largest, elements + present)
-        if is_strict and self.tally.live_elements + elements > most:
+        if is_strict and self.limits.is_firm and self.tally.live_elements + elements > most:
             held = ", ".join(self._units[i].name for i in sorted(self._full))
-            msg = (
-                f"{reader()} needs {elements} elements whole beside {self.tally.live_elements} of {held}, which are in "
-                f"use: more than max_live_parameters {limit} and one module ({most} in all); raise it to at "
-                f"least {self.tally.live_elements + elements}"
-            )
-            raise StoreError(msg)
+            raise _too_much(reader(), elements, self.tally.live_elements, held, limit, most)
 
-    def _look_ahead(self, reader: Callable[[], str]) -> None:
-        """Start gathers of the units expected next, within both budgets."""
+    def _latest_first(self, needed: set[int]) -> list[int]:
+        """Units that may be resharded: first those that nobody is expected to use, then those that are used last."""
+        far = {i: self.order.distance(i) for i in self._full if not self._holds[i] and i not in needed}
+        return sorted(far, key=lambda i: (far[i] is None, far[i] or 0, i), reverse=True)
+
+    def _has_room(self, unit: Unit, needed: set[int]) -> bool:
+        """True if `unit`, which is expected, fits; without a firm limit units used later are resharded for it."""
+        missing = self.tally.live_elements + unit.layout.padded - self._live
+        if missing <= 0 or self.limits.is_firm:
+            return missing <= 0
+        own, chosen = self.order.distance(unit.index) or 0, []
+        for index in self._latest_first(needed):
+            distance = self.order.distance(index)
+            if missing <= 0 or (distance is not None and distance <= own):
+                break
+            chosen.append(index)
+            missing -= self._units[index].layout.padded
+        for index in chosen if missing <= 0 else ():
+            self._release(index)
+        return missing <= 0
+
+    def _look_ahead(self, needed: set[int], reader: Callable[[], str]) -> None:
+        """Start gathers of the units expected next, within both budgets; `needed` are not resharded for them."""
         ahead = sum(self._units[index].layout.padded for index in self._ahead)
         if ahead >= self.limits.ahead or not self.order.is_known:
             return
@@ -458,12 +354,19 @@ class Prefetcher:
                 continue
             unit = self._units[index]
             size = unit.layout.padded
-            if ahead >= self.limits.ahead or self.tally.live_elements + size > self.limits.live:
+            if ahead >= self.limits.ahead or not self._has_room(unit, needed):
                 return
             self._ahead.add(index)
             self._start(unit, lambda: f"a module expected after {reader()}")
             self.tally.ahead += 1
             ahead += size
+
+
+def _too_much(who: str, elements: int, live: int, held: str, limit: int, most: int) -> StoreError:
+    return StoreError(
+        f"{who} needs {elements} elements whole beside {live} of {held}, which are in use: more than "
+        f"max_live_parameters {limit} and one module ({most} in all); raise it to at least {live + elements}"
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

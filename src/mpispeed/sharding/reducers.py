@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -215,8 +216,11 @@ LEAST_ELEMENTS = 1 << 22
 
 
 def limit_of(sizes: Iterable[int]) -> int:
-    """Elements that may be in flight for units of these sizes: two of the largest."""
-    return max(2 * max(sizes, default=0), LEAST_ELEMENTS)
+    """Elements that may be in flight for units of these sizes: two of the usual size; a larger unit alone.
+
+    One is summed while the next one waits for its turn. More would only wait longer, in memory.
+    """
+    return max(2 * statistics.median_high([0, *sizes]), LEAST_ELEMENTS)
 
 
 class Backlog:
@@ -410,6 +414,7 @@ class SumGradients:
             with shards.beside(bucket.device):
                 wire = _scaled(bucket, before, wire_dtype, arena)
                 self._bring(unit, wire, adds=reduction.adds, squares=squares)
+                reduction.bucket = None
                 arena.give(bucket)
             return
         wire = _scaled(bucket, before, wire_dtype, arena)
@@ -419,6 +424,7 @@ class SumGradients:
         if wire is not bucket:
             arena.give(wire)
         if not unit.states.grad.is_replicated:
+            reduction.bucket = None  # its memory is free from now on, and not only when somebody has waited
             arena.give(bucket)
 
     def _is_own(self, unit: Unit, reduction: Reduction, after: float) -> bool:

@@ -9,25 +9,39 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
+from mpispeed.store import host_memory
 
 _Shelf = tuple[torch.dtype, int, bool, bool]
 """Buffers alike: dtype, elements, whether in host memory, whether page-locked."""
+
+LEAST_RETURNED_BYTES = 4 << 20
+"""From this size on pageable host memory goes back to the system when nobody uses it."""
 
 
 class Arena:
     """Flat scratch tensors by dtype and size.
 
+    Long ones in host memory are mapped when they are taken, and unmapped when they are given back: a step needs many
+    lengths, and rarely two at a time. Huge pages, where the system has them, make that cost no more than a tenth of
+    a copy. Short ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are
+    kept for the next taker.
+
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
+
+    Attributes:
+        owned_bytes: buffers in use, and those that are kept.
+        peak_bytes: the most of these so far.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
+        """Args: `returns`: False keeps long buffers too."""
+        self.device, self._returns = torch.device(device), returns
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
         self._lock = threading.Lock()
-        self.owned_bytes = 0
+        self.owned_bytes = self.peak_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False, pin: bool = False) -> torch.Tensor:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
@@ -46,10 +60,23 @@ class Arena:
                     devices.follow(self.device, event)
             else:
                 with torch.inference_mode(False):  # it may be taken for training later
-                    buffer = devices.pinned(numel, dtype) if key[3] else torch.empty(numel, dtype=dtype, device=home)
+                    buffer = self._make(key, home)
                 self.owned_bytes += buffer.nbytes
+                self.peak_bytes = max(self.peak_bytes, self.owned_bytes)
             self._taken[id(buffer)] = key
             return buffer
+
+    def _make(self, key: _Shelf, home: torch.device) -> torch.Tensor:
+        dtype, numel, _, is_pinned = key
+        if is_pinned:
+            return devices.pinned(numel, dtype)
+        if self._is_returned(key) and home.type == "cpu":
+            return host_memory.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=home)
+
+    def _is_returned(self, key: _Shelf) -> bool:
+        dtype, numel, is_host, is_pinned = key
+        return self._returns and is_host and not is_pinned and numel * dtype.itemsize >= LEAST_RETURNED_BYTES
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer that `take` handed out.
@@ -62,6 +89,9 @@ class Arena:
                 msg = f"a buffer of {buffer.numel()} elements is given back that was not taken from this arena"
                 raise StoreError(msg)
             key = self._taken.pop(id(buffer))
+            if self._is_returned(key):
+                self.owned_bytes -= buffer.nbytes
+                return
             if devices.is_on_device(buffer):
                 self._last[id(buffer)] = devices.mark(self.device)
             self._free.setdefault(key, []).append(buffer)

@@ -13,6 +13,7 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
 from mpispeed.mesh.comm import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
+from mpispeed.store import host_memory
 from mpispeed.store.pool import Pool
 from mpispeed.store.stored_tensor import STEP, MemoryTensor, StoredTensor, SwappedTensor
 
@@ -181,6 +182,8 @@ class Tiers:
         """`values` in `dtype` at the home of that kind of the unit; themselves if they are so, unless `copies`."""
         home = self.home(kind, unit)
         if not self._is_pinned(kind, unit) or values.device == home:
+            if values.device == home and (copies or values.dtype != dtype):
+                return host_memory.copied(values, dtype)
             return values.to(device=home, dtype=dtype, copy=copies)
         return torch.empty(values.shape, dtype=dtype, device=home, pin_memory=True).copy_(values)
 
@@ -203,6 +206,8 @@ class Tiers:
         if self.holds(kind, unit):
             return self._swapped(kind, numel, dtype)
         home, is_pinned = self.home(kind, unit), self._is_pinned(kind, unit)
+        if home.type == "cpu" and not is_pinned:
+            return MemoryTensor(host_memory.zeros(numel, dtype))
         return MemoryTensor(torch.zeros(numel, dtype=dtype, device=home, pin_memory=is_pinned))
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:

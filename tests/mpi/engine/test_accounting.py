@@ -132,7 +132,7 @@ def test_without_reuse_units_are_gathered_forward_and_backward(accumulation, ahe
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("accumulation", in_turn([3, 1], ranks=(2, 3, 4)))
 def test_with_reuse_units_are_gathered_once_for_each_micro_step(accumulation):
-    engine = sharded(accumulation)
+    engine = sharded(accumulation, stage3_max_live_parameters=10**9)
     units, ranks = engine.parts.table.units, engine.mesh["data"].size
     share = 4 * padded_elements(engine) * (ranks - 1) // ranks
     rows = step_traffic(engine, batches(3, BATCH))

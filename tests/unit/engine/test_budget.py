@@ -113,9 +113,19 @@ def test_traffic_follows_the_ring_formula(ranks, accumulation):
 def test_parameters_that_stay_are_gathered_once_for_each_micro_batch():
     ranks, accumulation = 4, 3
     share = 2 * PSI * (ranks - 1) // ranks
-    budget = predict(facts_of(3, ranks, accumulation))  # 16 Mi elements are within stage3_max_reuse_distance
+    budget = predict(facts_of(3, ranks, accumulation, stage3_max_live_parameters=10**9))
     assert budget.sent_bytes("all_gather") == accumulation * share
     assert budget.bytes_of("gathered parameters") == 2 * PSI
+
+
+def test_by_default_one_unit_and_the_next_are_whole_at_once():
+    ranks, accumulation, unit = 4, 3, 2 * WIDTH * WIDTH
+    budget = predict(facts_of(3, ranks, accumulation))
+    assert budget.bytes_of("gathered parameters") == 2 * unit
+    # beside them, while a unit is summed, its bucket and the sum of this rank's part in fp32; none of these is kept
+    assert budget.bytes_of("gradient buckets") == unit + 2 * unit // ranks
+    # forward and backward, but for the last two
+    assert budget.sent_bytes("all_gather") == accumulation * (2 * LAYERS - 2) * unit * (ranks - 1) // ranks
 
 
 def test_what_is_whole_at_once_keeps_to_the_limit():

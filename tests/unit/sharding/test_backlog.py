@@ -15,6 +15,8 @@ def test_the_oldest_are_settled_to_make_room():
     assert settled == ["a", "b", "c", "d", "e"]
 
 
-def test_two_of_the_largest_units_may_be_under_way():
-    assert limit_of([3, 2 * LEAST_ELEMENTS]) == 4 * LEAST_ELEMENTS
+def test_two_of_the_usual_size_may_be_under_way_and_a_larger_one_alone():
+    usual = 2 * LEAST_ELEMENTS
+    assert limit_of([3, usual, usual, 20 * usual]) == 2 * usual
+    assert limit_of([usual]) == 2 * usual
     assert limit_of([3, 4]) == limit_of([]) == LEAST_ELEMENTS

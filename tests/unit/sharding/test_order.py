@@ -1,6 +1,6 @@
 """The order of use by example: what a reader would expect of a forward and a backward pass."""
 
-from mpispeed.sharding.prefetch import Order
+from mpispeed.sharding.use_order import Order
 
 SIZES = [100, 10, 20, 30]
 FORWARD = [(0, False), (1, False), (2, False), (3, False)]

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.module_units import find_module_units, needed_elements
 from mpispeed.sharding.units import plan_units
 
 
@@ -20,11 +20,15 @@ class Model(nn.Module):
 
 
 def users(model, whole=(), *, limit=10**9, resident=()):
+    found = watched(model, whole, limit=limit, resident=resident)
+    return {user.name: [unit.name for unit in user.units] for user in found}
+
+
+def watched(model, whole=(), *, limit=10**9, resident=()):
     table = plan_units(model, {id(p): 0 for p in model.parameters()}, 2, limit)
-    found = find_module_units(
+    return find_module_units(
         model, table, needs=lambda unit: unit.name not in resident, is_whole=lambda module: module in whole
     )
-    return {user.name: [unit.name for unit in user.units] for user in found}
 
 
 def test_blocks_are_watched_as_one_and_other_modules_by_their_own_parameters():
@@ -57,3 +61,15 @@ def test_a_module_in_two_places_is_watched_once():
     model = nn.Module()
     model.one, model.two = shared, shared
     assert list(users(model)) == ["", "one"]
+
+
+def test_a_module_needs_its_own_units_those_around_it_and_the_next_one():
+    model = nn.Module()
+    model.big, model.small = nn.Linear(64, 64, bias=False), nn.Linear(16, 16, bias=False)
+    model.outer = nn.Module()
+    model.outer.weight = nn.Parameter(model.small.weight.new_zeros(32, 32))
+    model.outer.inner = nn.Linear(16, 32, bias=False)
+    found = watched(model, limit=1)
+    assert needed_elements(found) == 64 * 64 + 32 * 32 + 512
+    assert needed_elements(found[:1]) == needed_elements([]) == 0
+    assert needed_elements(watched(nn.Linear(64, 64, bias=False))) == 64 * 64

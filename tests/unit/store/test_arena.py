@@ -1,11 +1,14 @@
 """Scratch buffers are reused and counted."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.store.arena import Arena
+from mpispeed.store.arena import LEAST_RETURNED_BYTES, Arena
 from tests.helpers.device import stand_in
 
 
@@ -21,6 +24,44 @@ def test_buffers_are_reused_and_counted():
     arena.give(other)
     arena.trim()
     assert arena.owned_bytes == 400
+
+
+def resident_bytes():
+    words = Path("/proc/self/statm").read_text().split()
+    return int(words[1]) * resource.getpagesize()
+
+
+def test_long_buffers_go_back_to_the_system():
+    arena, numel, before = Arena(), 16 << 20, resident_bytes()
+    buffer = arena.take(numel, torch.float32)
+    buffer.fill_(1.0)
+    view = buffer[: 1 << 20]
+    assert resident_bytes() > before + 60 * 2**20
+    assert buffer.untyped_storage().nbytes() == 4 * numel
+    arena.give(buffer)
+    del buffer
+    assert arena.owned_bytes == 0
+    assert float(view.sum()) == 1 << 20  # memory that somebody looks at stays
+    del view
+    assert resident_bytes() < before + 16 * 2**20
+    assert arena.peak_bytes == 4 * numel
+
+
+def test_what_is_too_short_or_to_be_kept_stays():
+    for arena, size in ((Arena(), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
+        buffer = arena.take(size // 2, torch.bfloat16)
+        arena.give(buffer)
+        assert arena.take(size // 2, torch.bfloat16) is buffer
+
+
+def test_a_long_buffer_can_be_lost_and_is_not_given_twice():
+    arena = Arena()
+    lost, given = (arena.take(LEAST_RETURNED_BYTES, torch.uint8) for _ in range(2))
+    arena.lose(lost)
+    arena.give(given)
+    assert (arena.owned_bytes, arena.taken_count) == (0, 0)
+    with pytest.raises(StoreError, match="not taken"):
+        arena.give(given)
 
 
 def test_giving_back_twice_is_refused():

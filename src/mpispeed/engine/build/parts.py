@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from mpispeed.sharding.grads import GradHooks, GradStore
     from mpispeed.sharding.module_hooks import ModuleHooks
     from mpispeed.sharding.params import ParamStore
-    from mpispeed.sharding.prefetch import Order
     from mpispeed.sharding.update_windows import StateStore, ZeroState
+    from mpispeed.sharding.use_order import Order
     from mpispeed.store.layout import Table
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from mpispeed.sharding.divergent_fetch import DivergentFetch
 from mpispeed.sharding.external import watch_external
 from mpispeed.sharding.leaf import is_leaf, mark_leaves_by_threshold
 from mpispeed.sharding.module_hooks import ModuleHooks
-from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.module_units import find_module_units, needed_elements
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.params import ParamStore
 from mpispeed.sharding.prefetch import Prefetcher
@@ -61,11 +61,11 @@ def shard(
         if not plan.states.param.is_replicated and mesh["data"].size < mesh.size:
             mesh.channel("params")  # on all ranks: other stages and slices may shard parameters, and this one none
         if table.shards_params:
-            prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait)
             mark_leaves_by_threshold(model, zero.module_granularity_threshold)
             users = find_module_units(
                 model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
             )
+            prefetcher = _make_prefetcher(plan, mesh, shards, waits.wait, needed_elements(users))
             module_hooks = ModuleHooks(prefetcher, users)
             undo.callback(module_hooks.remove)
             watch_external(model, table, module_hooks)
@@ -87,10 +87,10 @@ def shard(
     )
 
 
-def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait) -> Prefetcher:
-    """The prefetcher of sharded units. Collective over: all ranks."""
+def _make_prefetcher(plan: Plan, mesh: Mesh, shards: ParamShards, wait: Wait, need: int) -> Prefetcher:
+    """The prefetcher of sharded units; `need` as of `needed_elements`. Collective over: all ranks."""
     zero = plan.config.zero_optimization
     channel, rounds = mesh.channel("params"), None
     if zero.divergent_modules == "union":
         rounds = DivergentFetch(channel, plan.states.param.axes, len(shards.table.all_units), wait=wait)
-    return Prefetcher(shards, channel, shards.arena, plan.fetch_limits, wait=wait, rounds=rounds)
+    return Prefetcher(shards, channel, shards.arena, plan.fetch_limits.by_need(need), wait=wait, rounds=rounds)

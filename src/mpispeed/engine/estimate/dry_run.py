@@ -23,12 +23,13 @@ from mpispeed.pipe.module import PipelineModule
 from mpispeed.sharding.grad_shards import sum_limbs
 from mpispeed.sharding.grads import GradStore
 from mpispeed.sharding.leaf import is_leaf
-from mpispeed.sharding.module_units import find_module_units
+from mpispeed.sharding.module_units import find_module_units, needed_elements
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.prefetch import Prefetcher
 from mpispeed.sharding.quantized import QuantizedReducer
 from mpispeed.sharding.reducers import Listener, PlainReducer, SumChannel
 from mpispeed.sharding.sparse import RowReducer
+from mpispeed.store.arena import Arena
 from mpispeed.store.dry import META, DryTiers
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.mesh.compressed.quantized import Feedback
     from mpispeed.sharding.module_units import ModuleUnits
-    from mpispeed.store.arena import Arena
     from mpispeed.store.layout import Place, Table, Unit
 
 MICRO_STEPS = 3
@@ -188,10 +188,15 @@ class _DryRun:
         mesh = self._mesh = facts.dry_mesh()
         self._repeats = _Repeats(mesh)
         params = make_shards(DryParams, facts.plan, mesh, table, DryTiers(facts.swap))
+        if facts.plan.device.type != "cpu":  # buffers of a device are kept
+            params.arena = Arena(META, returns=False)
         params.adopt_all()
+        self._users = find_module_units(
+            model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
+        )
         self._fetcher: Prefetcher | None = None
         if table.shards_params:
-            limits = facts.plan.fetch_limits
+            limits = facts.plan.fetch_limits.by_need(needed_elements(self._users))
             self._fetcher = Prefetcher(params, mesh.channel("params"), params.arena, limits, wait=_wait)
         reducer = choose_reducer(facts.plan, model, table)
         if isinstance(reducer, RowReducer):  # rows depend on the data; whole tables are counted
@@ -204,9 +209,6 @@ class _DryRun:
             channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
         self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent, self._repeats.messages)
         self._sharing = _sharing(mesh, model)
-        self._users = find_module_units(
-            model, table, needs=lambda unit: not unit.states.param.is_replicated, is_whole=is_leaf
-        )
         self._uses = list(_backward_uses(model, table))
         self._cut = [unit for unit in table.all_units if not unit.states.param.is_replicated]
         self._gradients = {
@@ -225,7 +227,7 @@ class _DryRun:
             out.params.reads.clear()
             self._step(total)
         out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes
-        out.scratch_bytes = out.params.arena.owned_bytes
+        out.scratch_bytes = out.params.arena.peak_bytes
         for feedback in self._reducer.errors() if isinstance(self._reducer, _QuantizedOnce) else ():
             out.error_bytes += feedback.nbytes
             out.error_elements += feedback.elements
