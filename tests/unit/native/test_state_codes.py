@@ -148,7 +148,7 @@ def test_without_a_sign_nothing_positive_becomes_zero_and_nothing_negative_is_hi
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_random_codes_have_the_value_for_their_mean(signed):
-    """The mean of n rounded values is off by a step over 2 sqrt(n), times a few; 2000 x 255 draws, steps of 4 / code."""
+    """The mean of n rounded values is off by a step over 2 sqrt(n), times a few."""
     one = torch.full((256,), 0.0137)
     one[0] = 1.0
     found = torch.stack([again(one, signed=signed, seed=4, step=k)[1:] for k in range(2000)])
