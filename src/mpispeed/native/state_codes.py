@@ -33,8 +33,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mpispeed.native import status
-from mpispeed.native.cuda import philox
+from mpispeed.native import device_states, status
+from mpispeed.native.cuda import launcher, philox
 from mpispeed.native.flat import KINDS, REFERENCE_SPAN, divisor
 from mpispeed.native.status import any_overlap, check_tensors, check_threads
 
@@ -79,11 +79,14 @@ def encode8(
     _check_draw("encode8", seed, step, start)
     if x.is_meta or not x.numel():
         return
+    draw = None if seed is None else _draw(seed, step, start)
+    if kernels := launcher.for_tensor(x):
+        device_states.encode8(kernels, codes, scales, x, signed=signed, draw=draw)
+        return
     module = _host_loops(x)
     if module is None:
         encode8_reference(codes, scales, x, signed=signed, seed=seed, step=step, start=start)
         return
-    draw = None if seed is None else _draw(seed, step, start)
     module.encode8(codes.data_ptr(), scales.data_ptr(), x.data_ptr(), x.numel(), signed, draw, threads)
 
 
@@ -130,6 +133,9 @@ def decode8(out: Tensor, codes: Tensor, scales: Tensor, *, signed: bool, threads
     """
     _check8("decode8", codes, scales, {"out": out}, threads)
     if out.is_meta or not out.numel():
+        return
+    if kernels := launcher.for_tensor(out):
+        device_states.decode8(kernels, out, codes, scales, signed=signed)
         return
     module = _host_loops(out)
     if module is None:
@@ -181,6 +187,9 @@ def round_stochastic(out: Tensor, x: Tensor, *, seed: int, step: int, start: int
     _check16("round_stochastic", {"out": out}, {"x": x}, threads)
     _check_draw("round_stochastic", seed, step, start)
     if x.is_meta or not x.numel():
+        return
+    if kernels := launcher.for_tensor(x):
+        device_states.round_stochastic(kernels, out, x, _draw(seed, step, start))
         return
     module = _host_loops(x)
     if module is None:
@@ -263,7 +272,11 @@ def join(out: Tensor, high: Tensor, low: Tensor, *, threads: int = 1) -> None:
 def _run16(name: str, halves: tuple[Tensor, ...], wide: Tensor, threads: int) -> None:
     if wide.is_meta or not wide.numel():
         return
-    module = _host_loops(wide)
+    kernels = launcher.for_tensor(wide)
+    if kernels and name in _KERNELS:
+        _KERNELS[name](kernels, wide, *halves)
+        return
+    module = _host_loops(wide) if kernels is None else None
     if module is None:
         _REFERENCES[name](wide, *halves)
         return
@@ -295,6 +308,9 @@ _REFERENCES: dict[str, Callable[..., None]] = {
     "split": split_reference,
     "join": join_reference,
 }
+
+# the others are one pass of torch
+_KERNELS: dict[str, Callable[..., None]] = {"split": device_states.split, "join": device_states.join}
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
