@@ -5,7 +5,8 @@
 using namespace mpispeed;
 
 constexpr u32 kBlock = 256, kRun = 128, kHeld = 8;  // of a scale, of sixteen counters, of a thread
-constexpr u32 kSmallestNormal = 0x00800000u, kNotFinite = 0x7f800000u;
+constexpr u32 kCountsAsZero = 0x0c800000u, kSmallestScale = 0x1a800000u;  // 2^-102, with a sign; 2^-74
+constexpr u32 kNotFinite = 0x7f800000u;
 
 struct DrawTerms {
     u64 count, seed, step, start;
@@ -47,13 +48,14 @@ struct Larger {
 };
 
 template <bool kIsSigned>
-__device__ __forceinline__ u32 code_of(float x, float scale, float share) {
+__device__ __forceinline__ u32 code_of(float x, float scale, float factor, float share) {
     constexpr int last = kIsSigned ? 126 : 254;
     const u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu;
-    const float y = __fdiv_rn(__uint_as_float(size < kSmallestNormal ? 0 : size), scale);
-    int code = static_cast<int>(__fmul_rn(__fsqrt_rn(__fsqrt_rn(y)), static_cast<float>(last + 1)));
+    const float y = __uint_as_float(kIsSigned && size < kCountsAsZero ? 0 : size);
+    int code = static_cast<int>(__fmul_rn(__fsqrt_rn(__fsqrt_rn(y)), factor));
     code = code > last ? last : code;
-    const float low = level_at<kIsSigned>(code), high = level_at<kIsSigned>(code + 1);
+    const float low = __fmul_rn(level_at<kIsSigned>(code), scale);
+    const float high = __fmul_rn(level_at<kIsSigned>(code + 1), scale);
     code += __fsub_rn(y, low) > __fmul_rn(__fsub_rn(high, low), share);
     if (kIsSigned) return static_cast<u32>(bits >> 31 ? -code : code) & 0xffu;
     return size && !code ? 1 : code;
@@ -73,13 +75,14 @@ __device__ __forceinline__ void encode8(unsigned char* codes, float* scales, con
         v[k] = i < n ? x[first + i] : 0.0f;
         const u32 bits = __float_as_uint(v[k]);
         u32 size = bits & 0x7fffffffu;
-        if (kIsSigned) size = size < kSmallestNormal ? 0 : size;
+        if (kIsSigned) size = size < kCountsAsZero ? 0 : size;
         else size = size ? bits : 0;
         peak = size > peak ? size : peak;
     }
     peak = warp_reduce(peak, Larger());
-    constexpr u32 least = kIsSigned ? 0x0e800000u : 0x10800000u;  // 2^-98, 2^-94
-    const float scale = __uint_as_float(peak >= kNotFinite ? 0x7fc00000u : peak == 0 ? 0 : peak < least ? least : peak);
+    const float scale = __uint_as_float(
+        peak >= kNotFinite ? 0x7fc00000u : peak == 0 ? 0 : peak < kSmallestScale ? kSmallestScale : peak);
+    const float factor = __fdiv_rn(kIsSigned ? 127.0f : 255.0f, __fsqrt_rn(__fsqrt_rn(scale)));
     if (lane == 0 && n) scales[block] = scale;
     const bool is_known = scale > 0.0f;
     const u64 number = terms.start + first;
@@ -90,7 +93,7 @@ __device__ __forceinline__ void encode8(unsigned char* codes, float* scales, con
         const u32 i = kIsDrawn ? half * kRun + place + 16 * k : lane + 32 * k;
         float share = 0.5f;
         if (kIsDrawn) share = share_of(is_aligned_run ? draws.at(k) : draw_of(terms, number + i));
-        const u32 code = is_known ? code_of<kIsSigned>(v[k], scale, share) : 0;
+        const u32 code = is_known ? code_of<kIsSigned>(v[k], scale, factor, share) : 0;
         if (i < n) codes[first + i] = static_cast<unsigned char>(code);
     }
 }

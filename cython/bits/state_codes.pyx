@@ -21,6 +21,9 @@ cdef extern from "state_loops.h" nogil:
     void mps_run_state(const mps_state_job *job, int threads)
 
 
+include "../include/levels.pxi"
+
+
 cdef mps_state_job job_of(int what, uintptr_t wide, size_t count):
     cdef mps_state_job job
     memset(&job, 0, sizeof(job))

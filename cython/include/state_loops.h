@@ -9,15 +9,19 @@
 
 #include <math.h>
 
+#include "levels.h"
 #include "ranges.h"
 #include "tiles.h"
 
+#if MPS_HAS_LEVELS
+#include <immintrin.h>
+#endif
+
 #define MPS_STATE_BLOCK 256        /* elements of a scale, and of a tile */
 #define MPS_DRAW_RUN 128           /* elements */
-#define MPS_SMALLEST_NORMAL 0x00800000u
+#define MPS_COUNTS_AS_ZERO 0x0c800000u /* 2^-102, with a sign: the least level is a little more, and nearer than 0 */
 #define MPS_NOT_FINITE 0x7f800000u
-#define MPS_SMALLEST_SCALE 0x10800000u        /* 2^-94 */
-#define MPS_SMALLEST_SIGNED_SCALE 0x0e800000u /* 2^-98 */
+#define MPS_SMALLEST_SCALE 0x1a800000u /* 2^-74: differences of levels, times a probability, are normal floats */
 
 enum { MPS_ENCODE8, MPS_DECODE8, MPS_ROUND, MPS_ENCODE16, MPS_DECODE16, MPS_SPLIT, MPS_JOIN };
 
@@ -69,17 +73,53 @@ MPS_INLINE void mps_draw_run(uint16_t *u, const mps_state_job *job, uint64_t run
     }
 }
 
+static void mps_draw_runs_v1(uint16_t *u, const mps_state_job *job, uint64_t run, size_t runs) {
+    for (size_t r = 0; r < runs; r++) mps_draw_run(u + r * MPS_DRAW_RUN, job, run + r);
+}
+
+#if MPS_HAS_LEVELS /* products of words that compilers do not find */
+#define MPS_TARGET MPS_TARGET_V3
+#define MPS_SUFFIX v3
+#define MPS_DRAW_LANES 4
+#define MPS_DRAW_TIMES(a, b) (lanes) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
+#include "draw_runs.h"
+#undef MPS_TARGET
+#undef MPS_SUFFIX
+#undef MPS_DRAW_LANES
+#undef MPS_DRAW_TIMES
+#define MPS_TARGET MPS_TARGET_V4
+#define MPS_SUFFIX v4
+#define MPS_DRAW_LANES 8
+#define MPS_DRAW_TIMES(a, b) (lanes) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
+#include "draw_runs.h"
+#undef MPS_TARGET
+#undef MPS_SUFFIX
+#undef MPS_DRAW_LANES
+#undef MPS_DRAW_TIMES
+#endif
+
+static void mps_draw_runs(uint16_t *u, const mps_state_job *job, uint64_t run, size_t runs) {
+#if MPS_HAS_LEVELS
+    int level = mps_level();
+    if (level == 4) mps_draw_runs_v4(u, job, run, runs);
+    else if (level == 3) mps_draw_runs_v3(u, job, run, runs);
+    else mps_draw_runs_v1(u, job, run, runs);
+#else
+    mps_draw_runs_v1(u, job, run, runs);
+#endif
+}
+
 /* The bits of n elements from place `at` on; `room` has those of three runs. */
 MPS_INLINE const uint16_t *mps_draws(uint16_t *room, const mps_state_job *job, size_t at, size_t n) {
-    uint64_t begin = job->start + at, first = begin / MPS_DRAW_RUN;
+    uint64_t begin = job->start + at;
     size_t skip = (size_t)(begin % MPS_DRAW_RUN);
-    for (size_t k = 0; k * MPS_DRAW_RUN < skip + n; k++) mps_draw_run(room + k * MPS_DRAW_RUN, job, first + k);
+    mps_draw_runs(room, job, begin / MPS_DRAW_RUN, (skip + n + MPS_DRAW_RUN - 1) / MPS_DRAW_RUN);
     return room + skip;
 }
 
 /* -- 8 bits ------------------------------------------------------------------------------------------------------ */
 
-MPS_INLINE float mps_level(int32_t code, float unit) {
+MPS_INLINE float mps_value_of(int32_t code, float unit) {
     float wide = (float)code, root = wide * wide * unit;
     return root * root;
 }
@@ -89,7 +129,7 @@ MPS_INLINE uint32_t mps_state_peak(const float *x, size_t n, int is_signed) {
     uint32_t peak = 0;
     _Pragma("omp simd reduction(max : peak)") for (size_t j = 0; j < n; j++) {
         uint32_t bits = mps_as_bits(x[j]), size = bits & 0x7fffffffu;
-        if (is_signed) size = size < MPS_SMALLEST_NORMAL ? 0 : size;
+        if (is_signed) size = size < MPS_COUNTS_AS_ZERO ? 0 : size;
         else size = size ? bits : 0; /* a negative value has the highest bit */
         peak = size > peak ? size : peak;
     }
@@ -100,21 +140,21 @@ MPS_INLINE void mps_encode_block(uint8_t *q, float *scale, const float *x, const
                                  int is_signed) {
     const float top = is_signed ? 127.0f : 255.0f, unit = 1.0f / (top * top);
     const int32_t last = (int32_t)top - 1;
-    const uint32_t least = is_signed ? MPS_SMALLEST_SIGNED_SCALE : MPS_SMALLEST_SCALE;
     uint32_t peak = mps_state_peak(x, n, is_signed);
     if (peak == 0 || peak >= MPS_NOT_FINITE) {
         *scale = peak ? mps_as_float(0x7fc00000u) : 0.0f;
         memset(q, 0, n);
         return;
     }
-    float s = mps_as_float(peak < least ? least : peak);
+    float s = mps_as_float(peak < MPS_SMALLEST_SCALE ? MPS_SMALLEST_SCALE : peak);
+    float factor = top / sqrtf(sqrtf(s));
     *scale = s;
     MPS_SIMD for (size_t j = 0; j < n; j++) {
         uint32_t bits = mps_as_bits(x[j]), size = bits & 0x7fffffffu;
-        float y = mps_as_float(size < MPS_SMALLEST_NORMAL ? 0 : size) / s;
-        int32_t code = (int32_t)(sqrtf(sqrtf(y)) * top);
+        float y = mps_as_float(is_signed && size < MPS_COUNTS_AS_ZERO ? 0 : size);
+        int32_t code = (int32_t)(sqrtf(sqrtf(y)) * factor);
         code = code > last ? last : code;
-        float low = mps_level(code, unit), high = mps_level(code + 1, unit);
+        float low = mps_value_of(code, unit) * s, high = mps_value_of(code + 1, unit) * s;
         code += y - low > (high - low) * (share ? share[j] : 0.5f);
         if (is_signed) {
             code = bits >> 31 ? -code : code;
@@ -130,12 +170,12 @@ MPS_INLINE void mps_decode_block(float *x, const uint8_t *q, float s, size_t n, 
         const float unit = 1.0f / (127.0f * 127.0f);
         MPS_SIMD for (size_t j = 0; j < n; j++) {
             int32_t code = (int8_t)q[j];
-            float value = mps_level(code, unit) * s;
+            float value = mps_value_of(code, unit) * s;
             x[j] = code < 0 ? -value : value;
         }
     } else {
         const float unit = 1.0f / (255.0f * 255.0f);
-        MPS_SIMD for (size_t j = 0; j < n; j++) x[j] = mps_level(q[j], unit) * s;
+        MPS_SIMD for (size_t j = 0; j < n; j++) x[j] = mps_value_of(q[j], unit) * s;
     }
 }
 
@@ -143,21 +183,28 @@ MPS_INLINE void mps_decode_block(float *x, const uint8_t *q, float s, size_t n, 
 
 MPS_INLINE uint16_t mps_round_bf16(float x, uint32_t draw) {
     uint32_t bits = mps_as_bits(x);
-    uint32_t found = (bits + draw) >> 16;
-    return (uint16_t)((found & 0x7fffu) >= 0x7f80u || (bits & 0x7fffffffu) >= MPS_NOT_FINITE ? mps_store_bf16(x)
-                                                                                              : found);
+    uint32_t found = (bits + draw) >> 16, near = mps_store_bf16(x);
+    return (uint16_t)((found & 0x7fffu) >= 0x7f80u || (bits & 0x7fffffffu) >= MPS_NOT_FINITE ? near : found);
 }
 
-/* Below 2^-14 steps are 2^-24. */
-MPS_INLINE uint16_t mps_round_f16(float x, uint32_t draw) {
-    uint32_t bits = mps_as_bits(x), size = bits & 0x7fffffffu, is_small = size < (113u << 23);
-    float steps = mps_as_float(is_small ? size : 0) * 16777216.0f;
-    uint32_t whole = (uint32_t)(int32_t)steps;
-    whole += steps - (float)(int32_t)whole > ((float)(int32_t)draw + 0.5f) * 0x1p-16f;
-    uint32_t half = (size - (112u << 23) + (draw & 0x1fffu)) >> 13;
-    half = is_small ? whole : half;
-    uint32_t found = half | (bits >> 16 & 0x8000u);
-    return (uint16_t)(size >= MPS_NOT_FINITE || half >= 0x7c00u ? mps_store_f16(x) : found);
+/* Below 2^-14 steps are 2^-24. In two passes: in one compilers make branches of it. */
+MPS_INLINE void mps_round_f16(uint16_t *out, const float *x, const uint16_t *draw, size_t n) {
+    int32_t steps[MPS_STATE_BLOCK];
+    MPS_SIMD for (size_t j = 0; j < n; j++) {
+        uint32_t size = mps_as_bits(x[j]) & 0x7fffffffu;
+        float small = mps_as_float(size < (113u << 23) ? size : 0) * 16777216.0f;
+        int32_t whole = (int32_t)small;
+        steps[j] = whole + (small - (float)whole > ((float)(int32_t)draw[j] + 0.5f) * 0x1p-16f);
+    }
+    MPS_SIMD for (size_t j = 0; j < n; j++) {
+        uint32_t bits = mps_as_bits(x[j]), size = bits & 0x7fffffffu;
+        uint32_t half = (size - (112u << 23) + (draw[j] & 0x1fffu)) >> 13;
+        half = size < (113u << 23) ? (uint32_t)steps[j] : half;
+        /* beyond the largest number the nearest: itself below the middle of the next step */
+        uint32_t over = size > MPS_NOT_FINITE ? 0x7e00u : size < 0x477ff000u ? 0x7bffu : 0x7c00u;
+        half = half >= 0x7c00u || size >= MPS_NOT_FINITE ? over : half;
+        out[j] = (uint16_t)(half | (bits >> 16 & 0x8000u));
+    }
 }
 
 MPS_INLINE int mps_is_finite_half(uint16_t half, int kind) {
@@ -220,7 +267,7 @@ MPS_CLONES static void mps_round_range(const mps_state_job *job, size_t begin, s
         if (job->kind == MPS_BFLOAT16) {
             MPS_SIMD for (size_t j = 0; j < n; j++) out[j] = mps_round_bf16(x[j], u[j]);
         } else {
-            MPS_SIMD for (size_t j = 0; j < n; j++) out[j] = mps_round_f16(x[j], u[j]);
+            mps_round_f16(out, x, u, n);
         }
     }
 }

@@ -6,8 +6,8 @@ than nine (seven) decades. The nearest level is taken, or, with a seed, one of t
 probabilities whose mean is the value. Zero is exact; without a sign no positive value becomes zero; the largest value
 of a block is exact; coding the decoded values again gives the same codes and scales. Corners:
 
-- Scales are at least 2**-94 (2**-98 with a sign), so that no level is subnormal, or 0 where all elements are. Subnormal
-  values count as 0, without a sign as the least level.
+- Scales are at least 2**-74, or 0 where all elements are: differences of levels are normal floats. With a sign values
+  below 2**-102 count as 0.
 - A block with an infinity, a NaN or, without a sign, a negative value has the scale NaN and comes back as NaN
   throughout, so that an overflow is seen.
 
@@ -42,9 +42,9 @@ BLOCK = 256
 """Elements that share a scale; cuts at multiples of it do not change codes."""
 
 _HALVES = (torch.bfloat16, torch.float16)
-_SUBNORMAL, _INFINITY, _MAGNITUDE = 0x00800000, 0x7F800000, 0x7FFFFFFF
+_SMALLEST_SCALE = 2.0**-74
+_AS_ZERO, _INFINITY, _MAGNITUDE = (127 - 102) << 23, 0x7F800000, 0x7FFFFFFF
 _TOP = {True: 127, False: 255}
-_SMALLEST_SCALE = {True: 2.0**-98, False: 2.0**-94}
 
 
 def scale_count(count: int) -> int:
@@ -105,13 +105,14 @@ def encode8_reference(
         bits = value.view(torch.int32)
         size = bits & _MAGNITUDE
         is_bad = (size >= _INFINITY) if signed else (size >= _INFINITY) | ((bits < 0) & (size > 0))
-        regular = torch.where(size < _SUBNORMAL, 0, size)
-        peak = (regular if signed else size).amax(1, keepdim=True)
-        scale = torch.where(peak > 0, peak.view(torch.float32).clamp_min(_SMALLEST_SCALE[signed]), 0.0)
+        size = torch.where(size < _AS_ZERO, 0, size) if signed else size
+        peak = size.amax(1, keepdim=True)
+        scale = torch.where(peak > 0, peak.view(torch.float32).clamp_min(_SMALLEST_SCALE), 0.0)
         scale = scale.masked_fill(is_bad.any(1, keepdim=True), torch.nan)
-        y = regular.view(torch.float32) / torch.where(scale > 0, scale, 1.0)
-        code = y.sqrt().sqrt().mul(top).nan_to_num(0.0, 0.0, 0.0).to(torch.int32).clamp_max(top - 1)
-        low, high = _level(code, top), _level(code + 1, top)
+        y = size.view(torch.float32)
+        factor = torch.full_like(scale, top) / torch.where(scale > 0, scale, 1.0).sqrt().sqrt()
+        code = (y.sqrt().sqrt() * factor).nan_to_num(0.0, 0.0, 0.0).to(torch.int32).clamp_max(top - 1)
+        low, high = _level(code, top) * scale, _level(code + 1, top) * scale
         share: float | Tensor = 0.5
         if seed is not None:
             words = philox.halves(seed, step, start + begin, value.numel(), x.device)
