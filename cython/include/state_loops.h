@@ -187,12 +187,12 @@ MPS_INLINE uint16_t mps_round_bf16(float x, uint32_t draw) {
     return (uint16_t)((found & 0x7fffu) >= 0x7f80u || (bits & 0x7fffffffu) >= MPS_NOT_FINITE ? near : found);
 }
 
-/* Below 2^-14 steps are 2^-24. In two passes: in one compilers make branches of it. */
+/* Below 2^-14 steps are 2^-24. In two passes, because compilers make branches of one. */
 MPS_INLINE void mps_round_f16(uint16_t *out, const float *x, const uint16_t *draw, size_t n) {
     int32_t steps[MPS_STATE_BLOCK];
     MPS_SIMD for (size_t j = 0; j < n; j++) {
         uint32_t size = mps_as_bits(x[j]) & 0x7fffffffu;
-        float small = mps_as_float(size < (113u << 23) ? size : 0) * 16777216.0f;
+        float small = mps_as_float(size < (113u << 23) ? size : 113u << 23) * 16777216.0f;
         int32_t whole = (int32_t)small;
         steps[j] = whole + (small - (float)whole > ((float)(int32_t)draw[j] + 0.5f) * 0x1p-16f);
     }
