@@ -16,6 +16,7 @@ from setuptools.errors import CCompilerError
 # module name under mpispeed._native -> source under cython/
 SOURCES = {
     "cpu_optim": "optim/cpu_optim.pyx",
+    "coded_optim": "optim/coded_optim.pyx",
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",

@@ -5,8 +5,9 @@
     encode8, decode8   with and without signs; `drawn`: with random rounding
     round              fp32 to bf16 and fp16 at random
     split, join        pairs of bf16
-    adam               moments decoded, updated and coded again window by window, beside the same update of fp32 moments
-    adam_drawn         the same with random rounding of the second moment
+    adam               one pass over coded moments, beside the same update of fp32 moments
+    adam, drawn        the same with random rounding of the second moment
+    adam, windows      moments decoded, updated and coded again by calls of their own, window by window
 
 A copy of fp32 reads and writes 8 bytes of an element; a code, 5 of them. Ratios are the time of the copy, or of the
 update in fp32, by ours: below 1 ours is slower. All run in turn in every round, a call and what is beside it back to
@@ -28,7 +29,7 @@ from call_times import Call
 sys.path.insert(0, str(Path(__file__).parent.parent / "step"))
 import peers
 
-from mpispeed.native import state_codes
+from mpispeed.native import coded_update, state_codes
 from mpispeed.native.flat import DECAY_DECOUPLED, Terms
 from mpispeed.native.multi_tensor_host import HostTable, Row
 
@@ -91,7 +92,15 @@ def make_updates(count: int, window: int, threads: int) -> dict[str, tuple[Call,
                 draw: dict[str, Any] = {"seed": seed, "step": 1, "start": cut.start} if k else {}
                 state_codes.encode8(code, scale, x, signed=k == 0, threads=threads, **draw)
 
-    return {"adam": (lambda: coded(None), plain), "adam_drawn": (lambda: coded(1), plain)}
+    def fused(seed: int | None) -> None:
+        states = [coded_update.Codes(codes[k], scales[k], k == 0, seed if k else None) for k in range(2)]
+        coded_update.update("adam", param, states, grad, low, TERMS, step=1, threads=threads)
+
+    return {
+        "adam": (lambda: fused(None), plain),
+        "adam, drawn": (lambda: fused(1), plain),
+        "adam, windows": (lambda: coded(None), plain),
+    }
 
 
 def measure(count: int, window: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -312,7 +312,7 @@ static void mps_state_range(const mps_state_job *job, size_t begin, size_t end) 
     }
 }
 
-static void mps_run_state(const mps_state_job *job, int threads) {
+static inline void mps_run_state(const mps_state_job *job, int threads) {
     int used = mps_useful_threads(job->count, threads);
     if (used == 1) {
         mps_state_range(job, 0, job->count);

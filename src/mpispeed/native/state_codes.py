@@ -333,13 +333,25 @@ def _check_draw(where: str, seed: int | None, step: int, start: int) -> None:
 
 def _check8(where: str, codes: Tensor, scales: Tensor, floats: dict[str, Tensor], threads: int) -> None:
     check_threads(where, threads)
-    count = check_tensors(where, {**floats, "codes": codes}, device=codes.device, takes_meta=True)
+    check_tensors(where, {**floats, "codes": codes}, device=codes.device, takes_meta=True)
+    check_codes(where, codes, scales)
+    _check_dtypes(where, floats, (torch.float32,))
+    _check_apart(where, (codes, scales, *floats.values()))
+
+
+def check_codes(where: str, codes: Tensor, scales: Tensor) -> None:
+    """Check that scales belong to codes.
+
+    Raises:
+        ValueError: they do not, or are on another device; `where` is in the message.
+        TypeError: a dtype does not fit.
+    """
+    count = codes.numel()
     if check_tensors(where, {"scales": scales}, device=codes.device, takes_meta=True) != scale_count(count):
         msg = f"{where}: {scales.numel()} scales for {count} elements; there is one for each {BLOCK}"
         raise ValueError(msg)
     _check_dtypes(where, {"codes": codes}, (torch.uint8,))
-    _check_dtypes(where, {**floats, "scales": scales}, (torch.float32,))
-    _check_apart(where, (codes, scales, *floats.values()))
+    _check_dtypes(where, {"scales": scales}, (torch.float32,))
 
 
 def _check16(where: str, halves: dict[str, Tensor], wide: dict[str, Tensor], threads: int) -> None:

@@ -26,6 +26,7 @@ _logger = logging.getLogger(__name__)
 # compiled module under mpispeed._native -> its use
 MODULES = {
     "cpu_optim": "fused optimizers on host memory",
+    "coded_optim": "updates of states in 8 and 16 bits",
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
