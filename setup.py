@@ -16,11 +16,13 @@ from setuptools.errors import CCompilerError
 # module name under mpispeed._native -> source under cython/
 SOURCES = {
     "cpu_optim": "optim/cpu_optim.pyx",
+    "coded_optim": "optim/coded_optim.pyx",
     "fp_sum": "reduce/fp_sum.pyx",
     "crc32c": "bits/crc32c.pyx",
     "block_quant": "bits/block_quant.pyx",
     "weight_codes": "bits/weight_codes.pyx",
     "one_bit": "bits/one_bit.pyx",
+    "state_codes": "bits/state_codes.pyx",
     "permute": "rows/permute.pyx",
     "token_choice": "rows/token_choice.pyx",
     "meeting": "node/meeting.pyx",

@@ -241,8 +241,8 @@ static int mps_update_lamb(mps_job *job, size_t tiles, int threads, int half, do
 
 /* Update all tasks. `found` is of LAMB only: receives the trust ratio of each task; or, of the first half, two sums of
    each; the second half takes the ratios from it. Returns -1 without memory for the sums. */
-static int mps_update(const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, int half,
-                      double *found) {
+static inline int mps_update(const mps_task *tasks, size_t count, int rule, const mps_terms *terms, int threads, int half,
+                             double *found) {
     mps_job job = {mps_choose_loops(), tasks, count, 0, rule, terms, NULL, NULL};
     size_t tiles = 0;
     for (size_t k = 0; k < count; k++) {

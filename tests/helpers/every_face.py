@@ -21,6 +21,7 @@ from mpispeed.native import (
     exact_squares,
     exact_sum,
     one_bit,
+    state_codes,
     token_drop,
 )
 from mpispeed.native.codes import Coded, Grid
@@ -144,6 +145,21 @@ class Faces:
             one_bit.encode(packed, error, 0.7)
             one_bit.decode(x, packed, 0.7)
 
+    def states(self) -> None:
+        """States in 8 bits, with and without signs and draws, and in 16, at odd places."""
+        for count, offset, signed, seed in product((3, 2051), (0, 1), (True, False), (None, 5)):
+            x, codes = self.odd(count, offset=offset).detach().abs(), torch.empty(count, dtype=torch.uint8)
+            codes = codes.to(self.device)
+            scales = torch.empty(state_codes.scale_count(count), device=self.device)
+            state_codes.encode8(codes, scales, x, signed=signed, seed=seed, start=77)
+            state_codes.decode8(x, codes, scales, signed=signed)
+        for count, offset, kind in product((3, 2051), (0, 1), KINDS[1:]):
+            x = self.odd(count, offset=offset).detach()
+            high, low = (self.odd(count, dtype=kind, offset=offset).detach() for _ in range(2))
+            state_codes.round_stochastic(high, x, seed=1, step=2, start=77)
+            state_codes.split(high, low, x)
+            state_codes.join(x, high, low)
+
     def tokens(self) -> None:
         """Tokens of 16, 8, 4, 2 and 1 bytes' alignment, named by both kinds of places."""
         for kind, width, offset in (
@@ -192,6 +208,7 @@ class Faces:
             exact_squares.add_squares(limbs, tensors, block=exact_squares.TILE)
             device_clip.norm_and_factor(limbs, limit=1.0)
             self.sums(kind)
+        self.states()
         self.tokens()
 
 

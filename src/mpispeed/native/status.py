@@ -26,10 +26,12 @@ _logger = logging.getLogger(__name__)
 # compiled module under mpispeed._native -> its use
 MODULES = {
     "cpu_optim": "fused optimizers on host memory",
+    "coded_optim": "updates of states in 8 and 16 bits",
     "fp_sum": "tree sums and exact norms on host memory",
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
     "weight_codes": "products with quantized weights",
+    "state_codes": "states of optimizers in 8 and 16 bits",
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts, or past layers, and back",
     "token_choice": "choice of the tokens that layers see",

@@ -112,6 +112,12 @@ KERNELS: dict[str, Kernel] = dict([
            for grad in ("", "_f32", "_bf16", "_fp16")), is_hot=True),
     *_each("bits/sign_pack.cu", "PP3088s", ["sign_sum"], is_hot=True),
     *_each("bits/sign_pack.cu", "PP16s", ["sign_encode", *_typed("sign_decode")], is_hot=True),
+    *_each("bits/state_codes.cu", "PPP32s", (f"state_encode8_{kind}{drawn}"
+           for kind in ("signed", "unsigned") for drawn in ("", "_drawn")), is_hot=True),
+    *_each("bits/state_codes.cu", "PPPQ", ["state_decode8_signed", "state_decode8_unsigned"], is_hot=True),
+    *_each("bits/state_codes.cu", "PP32s", ["state_round_bf16", "state_round_fp16"], is_hot=True),
+    *_each("bits/state_codes.cu", "PPPQ", (f"state_{what}_{tag}"
+           for what in ("split", "join") for tag in ("bf16", "fp16")), is_hot=True),
     *_each("transformer/bias_gelu.cu", "PPP24s", _typed("gelu_tanh", "gelu_exact"), is_hot=True),
     *_each("transformer/bias_gelu.cu", "PPPPP24s", _typed("gelu_tanh_grad", "gelu_exact_grad"), is_hot=True),
     *_each("transformer/bias_dropout_residual.cu", "PPPP56s", _typed("bias_dropout_residual"), is_hot=True),

@@ -1,0 +1,13 @@
+def update(
+    rule: int,
+    places: list[tuple[int, tuple[int, int], int, bool, int | None]],
+    grad: tuple[int, int],
+    out: tuple[int, int],
+    count: int,
+    terms: tuple[float, ...],
+    where: tuple[int, int],
+    threads: int,
+) -> None: ...
+def vector_level() -> int: ...
+def best_vector_level() -> int: ...
+def set_vector_level(level: int) -> None: ...
