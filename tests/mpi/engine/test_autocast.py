@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpispeed
+from mpispeed.base.errors import ConfigError
+from mpispeed.pipe.module import PipelineModule
 from tests.helpers.covering import on_ranks
 from tests.zoo import same_bits
 from tests.zoo.training import ADAM, config, start, weights
