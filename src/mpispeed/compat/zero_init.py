@@ -16,6 +16,7 @@ from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.config.load import load
 from mpispeed.engine.build.nvme_tiers import io_options
 from mpispeed.mesh.comm import Comm
+from mpispeed.plan.mixed import mixed_precision
 from mpispeed.sharding import init
 from mpispeed.sharding.init import InitSettings
 
@@ -229,13 +230,14 @@ def _settings(source: Any, older: Any) -> InitSettings:
 
 
 def settings_of(source: str | Path | Mapping[str, Any]) -> InitSettings:
-    """Settings of the sharded init from a config: dtype (None without fp16 and bf16), `apply`, and tier of shards.
+    """Settings of the sharded init from a config: dtype (None: that of the parameter), `apply`, and tier of shards.
 
     Raises:
         ConfigError: the config has mistakes.
     """
     config = load(source).config
-    dtype = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    mixed = mixed_precision(config)
+    dtype = None if mixed.keeps_norms else mixed.model  # the engine casts what is not a norm
     param = config.zero_optimization.offload_param
     return InitSettings(
         dtype=dtype,

@@ -12,6 +12,7 @@ from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
 from mpispeed.config.keywords import check_optimizer, check_schedule
+from mpispeed.config.mixed import cast_dtype, check_mixed
 from mpispeed.config.offload import OffloadParam
 from mpispeed.config.problems import Problem, show
 from mpispeed.config.root import Config
@@ -49,13 +50,10 @@ def _check_batch(config: Config) -> Iterator[Problem]:
 
 
 def _check_precision(config: Config) -> Iterator[Problem]:
-    zero, fp16, bf16, amp = config.zero_optimization, config.fp16, config.bf16, config.amp
+    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
         yield Problem("bf16.enabled", "fp16.enabled and bf16.enabled are both true", "choose one of them")
-    if amp.enabled and zero.stage:
-        yield Problem("amp.enabled", f"amp does not work with {_ZERO}.stage {zero.stage}", "use fp16 or bf16")
-    if amp.enabled and (fp16.enabled or bf16.enabled):
-        yield Problem("amp.enabled", "amp and fp16 or bf16 are both enabled", "choose one of them", UnimplementedOption)
+    yield from check_mixed(config)
     if fp16.fp16_master_weights_and_grads:
         offload = zero.offload_optimizer
         if zero.stage != 2 or offload is None or offload.device != "cpu":
@@ -79,7 +77,7 @@ def _check_accumulation(config: Config) -> Iterator[Problem]:
         yield Problem(path, "gradients cannot be accumulated in int8", "use fp32 or leave the key out")
     if config.zero_optimization.stage or dtype == "int8":
         return
-    model = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    model = cast_dtype(config) or "fp32"
     is_staged = (config.pipeline.stages or 1) > 1
     allowed = {"fp32": ("fp32",), "fp16": ("fp16",), "bf16": ("fp32", "bf16") if is_staged else ("fp32",)}[model]
     if dtype not in allowed:
@@ -349,7 +347,7 @@ def _check_weight_bits(config: Config) -> Iterator[Problem]:
         yield Problem(old, f"{new} is enabled too", "both quantize weights: keep one of them")
     for path, technique in enabled.items():
         shared = technique.shared_parameters
-        if path == new and not (shared.quantize_weight_in_forward or config.fp16.enabled or config.bf16.enabled):
+        if path == new and not (shared.quantize_weight_in_forward or cast_dtype(config) in ("fp16", "bf16")):
             where = f"{path}.shared_parameters.quantize_weight_in_forward"
             yield Problem(where, "false needs fp16.enabled or bf16.enabled", "set it to true, or enable one")
         mixed = shared.fp16_mixed_quantize

@@ -6,12 +6,13 @@ from typing import Any
 
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, require_slots, resolve_batch
 from mpispeed.config.elastic_batch import elastic_triple
+from mpispeed.config.mixed import cast_dtype
 from mpispeed.config.root import Config
 
 
 def train_dtype(config: Config) -> str:
     """Format of the model: fp16, bf16 or fp32."""
-    return "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    return cast_dtype(config) or "fp32"
 
 
 def communication_dtype(config: Config) -> str:

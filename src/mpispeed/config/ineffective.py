@@ -82,6 +82,8 @@ NO_EFFECT: dict[str, str] = {
     "use_data_before_expert_parallelism": "ranks that share experts are always neighbours on the data axis",
     "zero_force_ds_cpu_optimizer": "any optimizer updates states in host memory, only the own those in files",
     "optimizer.legacy_fusion": "there is one fused optimizer step",
+    "amp.num_losses": "one loss scale serves all losses",
+    "amp.verbosity": "what is cast is in the plan that is logged",
     "bf16.immediate_grad_update": "gradients are always added as soon as they are there",
     f"{_ZERO}.contiguous_gradients": "gradients always have buffers of their own",
     f"{_ZERO}.use_multi_rank_bucket_allreduce": "each rank has an equal part of every bucket: one message serves all",

@@ -81,7 +81,7 @@ _DOTTED = (
 
 # Sections that were, or are easily written as, a bare true or false.
 _SWITCHES = (
-    "fp16", "bf16", "bfloat16", "amp", "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger",
+    "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "tensorboard", "csv_monitor", "wandb", "comet", "comms_logger",
     "flops_profiler", "autotuning", "elasticity", "data_efficiency", "curriculum_learning",
     "progressive_layer_drop", "quantize_training", "eigenvalue", "hybrid_engine", "nebula",
 )  # fmt: skip
@@ -126,6 +126,9 @@ NORMAL_FORMS: dict[str, Callable[[Any], Any]] = {
     "seq_parallel_comm_data_type": _lower,
     "data_types.grad_accum_dtype": _dtype,
     "tensor_parallel.dtype": _dtype,
+    "amp.cast_model_type": _dtype,
+    "amp.cast_model_outputs": _dtype,
+    "torch_autocast.dtype": _dtype,
     "checkpoint.tag_validation": _title,
     "autotuning.metric": _lower,
     f"{_ZERO}.offload_param": _false_is_null,

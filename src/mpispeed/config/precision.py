@@ -1,14 +1,24 @@
-"""Number formats: fp16, bf16, amp, accumulation dtype."""
+"""Number formats: fp16, bf16, amp, torch_autocast, accumulation dtype."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mpispeed.config.section import Integer, NonNegative, Positive, ScalePower, Section
+from mpispeed.config.section import (
+    Integer,
+    Names,
+    NonNegative,
+    Positive,
+    PositiveReal,
+    ScalePower,
+    Section,
+    either,
+)
 
 Dtype = Literal["fp16", "bf16", "fp32"]
+ScaleOrDynamic = Annotated[NonNegative | Literal["dynamic"], either('"dynamic" or a number from 0 on')]
 
 
 class Fp16(Section):
@@ -37,20 +47,48 @@ class Bf16(Section):
 
 
 class Amp(Section):
-    """Mixed precision by Apex's keywords."""
+    """Mixed precision by Apex's keywords, which torch's autocast or a cast of the model carry out."""
 
-    enabled: bool = Field(False, description="Use automatic mixed precision; not with ZeRO, fp16 or bf16.")
-    opt_level: str | None = Field(None, description="Apex: O0, O1, O2 or O3.")
-    cast_model_type: str | None = Field(None, description="Apex: dtype of the model.")
-    patch_torch_functions: bool | None = Field(None, description="Apex: patch functions of torch.")
-    keep_batchnorm_fp32: bool | None = Field(None, description="Apex: keep batch norms in fp32.")
-    master_weights: bool | None = Field(None, description="Apex: keep fp32 master weights.")
-    loss_scale: NonNegative | None = Field(None, description="Apex: static loss scale.")
-    cast_model_outputs: str | None = Field(None, description="Apex: dtype of the outputs.")
-    num_losses: Positive = Field(1, description="Apex: number of losses.")
-    verbosity: Integer = Field(1, description="Apex: verbosity.")
-    min_loss_scale: NonNegative | None = Field(None, description="Apex: least dynamic scale.")
-    max_loss_scale: NonNegative | None = Field(None, description="Apex: greatest dynamic scale.")
+    enabled: bool = Field(False, description="Use mixed precision by these keys; not together with fp16 or bf16.")
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None = Field(
+        None,
+        description="O0: the model in fp32; O1, also null: torch.autocast in fp16; O2: the model in fp16, BatchNorms "
+        "in fp32; O3: all in fp16, without a loss scale.",
+    )
+    cast_model_type: Dtype | None = Field(None, description="Format of the model at O0, O2 and O3.")
+    patch_torch_functions: bool | None = Field(None, description="Use torch.autocast; O1 only.")
+    keep_batchnorm_fp32: bool | None = Field(None, description="Keep BatchNorms in fp32; null is true at O2.")
+    master_weights: bool | None = Field(
+        None, description="Keep fp32 masters of parameters in 16 bits, as is always done; false warns."
+    )
+    loss_scale: ScaleOrDynamic | None = Field(
+        None, description='Static loss scale, or "dynamic"; null is dynamic at O1 and O2, and 1 at O0 and O3.'
+    )
+    cast_model_outputs: Dtype | None = Field(
+        None, description="Format of floating outputs of the model; null is fp32 at O0, O2 and O3."
+    )
+    num_losses: Positive = Field(1, description="No effect: one scale serves all losses.")
+    verbosity: Integer = Field(1, description="No effect: what is cast is in the plan that is logged.")
+    min_loss_scale: NonNegative | None = Field(
+        None, description="The dynamic scale never goes below this; null: no bound."
+    )
+    max_loss_scale: PositiveReal = Field(2.0**24, description="The dynamic scale never goes above this.")
+
+
+class TorchAutocast(Section):
+    """Passes through the model within torch.autocast, around parameters in fp32."""
+
+    enabled: bool = Field(
+        False, description="Run forward passes within torch.autocast; not together with fp16, bf16 or amp."
+    )
+    dtype: Literal["fp16", "bf16"] = Field(
+        "bf16", description="Format given to torch.autocast; fp16 has a dynamic loss scale."
+    )
+    lower_precision_safe_modules: Names | None = Field(
+        None,
+        description="Classes of modules, as package.Class, whose parameters are gathered at stage 3, and whose "
+        "gradients are summed, in dtype; null is torch.nn.Linear, Conv1d, Conv2d and Conv3d.",
+    )
 
 
 class DataTypes(Section):

@@ -20,7 +20,7 @@ from mpispeed.config.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfile
 from mpispeed.config.offload import Aio
 from mpispeed.config.optimizer import Optimizer, Scheduler
 from mpispeed.config.pipeline import ActivationCheckpointing, Pipeline, TensorParallel
-from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16
+from mpispeed.config.precision import Amp, Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from mpispeed.config.record import RunRecord
 from mpispeed.config.reproducibility import Reproducibility
 from mpispeed.config.section import Bytes, NonNegative, Positive, PositiveReal, Section, Seed, subsection
@@ -90,6 +90,7 @@ class Config(Section):
     fp16: Fp16 = subsection(Fp16, "Half precision.")
     bf16: Bf16 = subsection(Bf16, "bfloat16; also read as bfloat16.")
     amp: Amp = subsection(Amp, "Mixed precision by Apex's keywords.")
+    torch_autocast: TorchAutocast = subsection(TorchAutocast, "Passes within torch.autocast.")
     data_types: DataTypes = subsection(DataTypes, "Other number formats.")
     zero_optimization: ZeroOptimization = subsection(ZeroOptimization, "Cutting of model states.")
     aio: Aio = subsection(Aio, "Reads and writes of the nvme tier.")

@@ -134,7 +134,16 @@ METHODS: dict[str, Getter] = {
     # -- precision
     "fp16_enabled": Getter(lambda p: p.plan.config.fp16.enabled, "bool", "True if the model computes in fp16."),
     "bfloat16_enabled": Getter(lambda p: p.plan.config.bf16.enabled, "bool", "True if the model computes in bf16."),
-    "amp_enabled": Getter(lambda p: False, "bool", "False: Apex is not used."),
+    "amp_enabled": Getter(lambda p: p.plan.config.amp.enabled, "bool", "True if the section amp is on."),
+    "torch_autocast_enabled": Getter(
+        lambda p: p.plan.config.torch_autocast.enabled, "bool", "True if the section torch_autocast is on."
+    ),
+    "torch_autocast_dtype": Getter(
+        lambda p: p.plan.mixed.autocast, "torch.dtype | None", "Dtype of autocast around forward passes."
+    ),
+    "torch_autocast_lower_precision_safe_modules": Getter(
+        lambda p: list(p.plan.mixed.lowers), "list[str]", "Classes that are summed in the dtype of autocast."
+    ),
     "loss_scale": Getter(
         lambda p: p.plan.config.fp16.loss_scale, "float", "The config's static loss scale; 0: dynamic."
     ),

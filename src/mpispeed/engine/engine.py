@@ -82,7 +82,7 @@ class Engine(Getters):
     # -- one micro-batch ---------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; returns its output unchanged."""
+        """Run the model; returns its output, unchanged unless `amp` casts it."""
         own = self.mpispeed
         parts = own.parts
         parts.require("forward", (Kind.lp_params,))
@@ -92,10 +92,10 @@ class Engine(Getters):
             inputs, kwargs = parts.features.batch((inputs, kwargs), is_training=self.training)
         if parts.plan.device.type != "cpu":
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
-        inputs = parts.casting.inputs(inputs)
+        inputs, kwargs = parts.casting.inputs(inputs), parts.casting.keywords(kwargs)
         start = parts.clock.now()
-        with parts.sharding.unwinding(), parts.casting.named():
-            output = self.module(*inputs, **kwargs)
+        with parts.sharding.unwinding(), parts.casting.forward():
+            output = parts.casting.result(self.module(*inputs, **kwargs))
         parts.passes.end(output)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return output
@@ -135,7 +135,7 @@ class Engine(Getters):
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
         steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
-        require_scalar(loss, "engine.backward", "sum or average it first")
+        require_scalar(loss, "engine.backward", "sum or average it first, or call its own backward(gradient)")
         parts.features.before_backward(loss)
         loss = scale_loss(loss, steps)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and allreduce_gradients and not is_local)

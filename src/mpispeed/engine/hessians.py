@@ -223,7 +223,7 @@ class StagedHessians:
         with Surroundings().restored(), repeating():
             for k in filter(self._is_own, range(self._count)):
                 x = self._loaded(given[0]) if k == 0 else self._receive(k, k - 1, _ACTIVATIONS)
-                with self._parts.sharding.running(self._model), self._parts.casting.named():
+                with self._parts.sharding.running(self._model), self._parts.casting.forward():
                     chunk = self._chunk(k)
                     chunk.micro_offset -= 1  # the seeds of the last micro-batch, and none that training will use
                     y = chunk(x)

@@ -162,7 +162,7 @@ class StageDuties:
         self._passes[chunk] += 1
         start = parts.clock.now()
         ends = [begin(inputs) for begin in parts.features.chunks]
-        with parts.sharding.running(self._model), parts.casting.named():
+        with parts.sharding.running(self._model), parts.casting.forward():
             outputs = self._model.chunk(chunk)(inputs)
         for end in ends:
             if end is not None:
@@ -184,10 +184,11 @@ class StageDuties:
 
     def loss(self, outputs: Any, labels: Any) -> Any:
         """The loss of a micro-batch, or the last layer's output if there is no loss function or no loss is wanted."""
+        outputs = self._parts.casting.result(outputs)
         if not self._is_training:
             self.last_outputs = outputs
         if self._has_loss:
-            with self._parts.sharding.running(self._model):
+            with self._parts.sharding.running(self._model), self._parts.casting.autocasting():
                 outputs = self._model.loss_fn(outputs, labels)  # type: ignore[misc]
         if self._is_training:
             require_scalar(outputs, "a pipeline", "give PipelineModule a loss_fn")

@@ -13,8 +13,10 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.config.mixed import cast_dtype
 from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
+from mpispeed.plan.mixed import Mixed, mixed_precision
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
 from mpispeed.plan.slots import Slots
@@ -81,13 +83,13 @@ class Plan:
     placing: Placing
     ranks_per_node: int
     policy: Policy
+    mixed: Mixed
     gradient_clipping: float
     is_prescaled: bool
     predivide: float
     is_overlapped: bool
     bucket_elements: int
     reduction: str
-    casts_inputs: bool
     optimizer_name: str | None
     optimizer_params: dict[str, Any]
     device: torch.device
@@ -153,8 +155,8 @@ class Plan:
 
     @property
     def cast_by(self) -> str:
-        """The config section by which the model is cast to 16 bits, "fp16", "bf16" or ""."""
-        return next((name for name in ("fp16", "bf16") if getattr(self.config, name).enabled), "")
+        """The config section by which the model is cast, "fp16", "bf16", "amp" or ""."""
+        return self.mixed.section
 
     @property
     def is_wire_set(self) -> bool:
@@ -244,6 +246,7 @@ class Plan:
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
+            *([("autocast", said)] if (said := self.mixed.describe()) else []),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.config.reduction}"),
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),
@@ -288,6 +291,7 @@ def make_plan(
     optimizer, neighbours = config.optimizer, world_size if ranks_per_node is None else ranks_per_node
     node = _data_per_node(axes, neighbours)
     _check_device(config, device)
+    mixed = mixed_precision(config)
     name = ((optimizer.type if optimizer else "") or "").lower() if optimizer_kind is None else optimizer_kind
     return Plan(
         config=config,
@@ -307,27 +311,25 @@ def make_plan(
             data_per_node=node,
         ),
         ranks_per_node=neighbours,
-        policy=_policy(config, sequence, model_dtype),
+        policy=_policy(config, mixed, sequence, model_dtype),
+        mixed=mixed,
         gradient_clipping=config.gradient_clipping,
         is_prescaled=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         is_overlapped=overlaps_communication(config),
         bucket_elements=min(max(zero.reduce_bucket_size, 1), UNIT_ELEMENTS_MAX),
         reduction="ordered" if config.reduction == "invariant" else config.reduction,
-        casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
         optimizer_name=optimizer.type if optimizer else None,
         optimizer_params=dict(optimizer.params) if optimizer else {},
         device=device,
     )
 
 
-def _policy(config: Config, sequence: SequenceAxis, model_dtype: torch.dtype) -> Policy:
+def _policy(config: Config, mixed: Mixed, sequence: SequenceAxis, model_dtype: torch.dtype) -> Policy:
     return resolve(
-        fp16_enabled=config.fp16.enabled,
-        bf16_enabled=config.bf16.enabled,
         grad_accum_dtype=config.data_types.grad_accum_dtype,
         communication_data_type=_wire(config, sequence),
-        model_dtype=model_dtype,
+        model_dtype=mixed.model or model_dtype,
     )
 
 
@@ -336,7 +338,7 @@ def _wire(config: Config, sequence: SequenceAxis) -> str | None:
     if config.communication_data_type is not None or sequence.size == 1:
         return config.communication_data_type
     is_asked = "seq_parallel_comm_data_type" in config.model_fields_set
-    return config.seq_parallel_comm_data_type if is_asked or config.fp16.enabled or config.bf16.enabled else None
+    return config.seq_parallel_comm_data_type if is_asked or cast_dtype(config) else None
 
 
 def _check_device(config: Config, device: torch.device) -> None:

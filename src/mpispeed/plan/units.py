@@ -5,7 +5,7 @@ What a run and a prediction have to know of a unit is decided here, once: placem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from mpispeed.base.distinct import distinct_over
 from mpispeed.nn.expert import ExpertModules, RoutedExperts
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.mixed import find_lowered, find_norms
 from mpispeed.plan.offload_plan import leading_units, offload_of
 from mpispeed.plan.placements import distinct_factor
 from mpispeed.sharding.quantized import Codes
@@ -41,10 +42,14 @@ class Kind:
     Attributes:
         copies: groups of ranks along other axes than data that have copies.
         partial: axes over which gradients are partial sums and values equal.
+        wire: dtype in which gradients travel; None: that of the plan.
+        compute: dtype in which the parameter is used; None: that of the plan.
     """
 
     copies: tuple[Copies, ...] = ()
     partial: tuple[str, ...] = DATA_AXES
+    wire: torch.dtype | None = None
+    compute: torch.dtype | None = None
 
 
 PLAIN = Kind()
@@ -101,6 +106,18 @@ def ties_of(model: nn.Module) -> dict[int, Tie]:
     return found
 
 
+def _with_dtypes(plan: Plan, model: nn.Module, kinds: dict[int, Kind]) -> dict[int, Kind]:
+    """`kinds`, with the dtypes of parameters that do not have those of the plan."""
+    mixed, found = plan.mixed, dict(kinds)
+    for key in find_norms(model, mixed):
+        found[key] = replace(kinds.get(key, PLAIN), wire=torch.float32, compute=torch.float32)
+    # Cut parameters are gathered in the dtype of autocast; whole ones are the masters themselves.
+    lowered = None if plan.states.param.is_replicated else mixed.autocast
+    for key in find_lowered(model, mixed):
+        found[key] = replace(kinds.get(key, PLAIN), wire=mixed.autocast, compute=lowered)
+    return found
+
+
 # -- units -----------------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +138,7 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         plan.bucket_elements,
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=not plan.states.param.is_replicated,
-        kind_of=kinds_of(model, topology.group_size("model")),
+        kind_of=_with_dtypes(plan, model, kinds_of(model, topology.group_size("model"))),
         ties=ties_of(model),
     )
     return table.with_states(_Dealer(plan, topology, table, own_masters=own_masters).states)
@@ -206,8 +223,11 @@ class _Dealer:
         full = own if is_kept else torch.float32
         if own == torch.float64:
             return compute, full, own, own
-        accumulate = policy.accumulate if plan.config.data_types.grad_accum_dtype else torch.float32
-        return compute, full, accumulate, policy.communicate if plan.is_wire_set else own
+        kind, accumulate = _kind(unit), torch.float32
+        if plan.config.data_types.grad_accum_dtype:
+            accumulate = policy.accumulate
+        wire = kind.wire or (policy.communicate if plan.is_wire_set else own)
+        return compute if is_kept else kind.compute or compute, full, accumulate, wire
 
 
 def _kind(unit: Unit) -> Kind:

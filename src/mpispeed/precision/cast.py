@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +51,42 @@ class Casting:
         dtype: of the model.
         setting: the section of the config by which it was cast, or "".
         casts_inputs: floating inputs are cast too.
+        casts_keywords: also those that are given by keyword.
+        outputs: dtype of floating outputs; None: as the model gives them.
+        autocast: dtype of torch's autocast around forward passes; None: none.
+        device_type: where autocast is on.
     """
 
     dtype: torch.dtype
     setting: str
     casts_inputs: bool
+    casts_keywords: bool = False
+    outputs: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    device_type: str = "cpu"
 
     def inputs(self, tree: Any) -> Any:
         """The model's inputs, cast if that is set."""
         return cast_inputs(tree, self.dtype) if self.casts_inputs else tree
+
+    def keywords(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The model's inputs that are given by keyword, cast if that is set."""
+        cast: dict[str, Any] = cast_inputs(given, self.dtype) if self.casts_keywords else given
+        return cast
+
+    def result(self, tree: Any) -> Any:
+        """The model's outputs, cast if that is set."""
+        return tree if self.outputs is None else cast_inputs(tree, self.outputs)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of a forward pass: autocast if that is set, and `naming_dtype`."""
+        with self.named(), self.autocasting():
+            yield
+
+    def autocasting(self) -> AbstractContextManager[Any]:
+        """Context of torch's autocast if that is set; backward passes run outside of it, as torch advises."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device_type, self.autocast)
 
     def named(self) -> AbstractContextManager[None]:
         """Context of a pass through the model; see `naming_dtype`."""

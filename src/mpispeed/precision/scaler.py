@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -109,8 +110,15 @@ class DynamicScale(_Counted):
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1,
         *,
+        max_loss_scale: float = math.inf,
+        first_scale: float | None = None,
         goes_on: bool = False,
     ) -> None:
+        """Start at `first_scale`, by default 2 to the power `initial_scale_power`.
+
+        Raises:
+            ConfigError: a setting is out of its range.
+        """
         for setting, value in (("loss_scale_window", loss_scale_window), ("hysteresis", hysteresis)):
             if value < 1:
                 msg = f"fp16.{setting} is {value!r}; it counts steps and must be at least 1"
@@ -118,7 +126,8 @@ class DynamicScale(_Counted):
         if not min_loss_scale > 0:
             msg = f"fp16.min_loss_scale is {min_loss_scale!r}; it must be above 0"
             raise ConfigError(msg)
-        super().__init__(2.0**initial_scale_power)
+        super().__init__(2.0**initial_scale_power if first_scale is None else first_scale)
+        self.max_loss_scale = max_loss_scale
         self.scale_window = loss_scale_window
         self.min_loss_scale = min_loss_scale
         self.hysteresis = hysteresis
@@ -163,7 +172,7 @@ class DynamicScale(_Counted):
         if self.consecutive_hysteresis or is_due:
             self._credit = self.hysteresis
         if is_due:
-            self._scale *= self.scale_factor
+            self._scale = min(self._scale * self.scale_factor, max(self._scale, self.max_loss_scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers from which `load_state_dict` goes on."""

@@ -10,7 +10,7 @@ from torch import nn
 from mpispeed.sharding import sharded_param
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from mpispeed.mesh.mesh import Axes, Mesh
     from mpispeed.store.layout import Table
@@ -23,6 +23,7 @@ def broadcast_rest(
     compute: torch.dtype | None,
     device: torch.device,
     alike: Mapping[int, Axes] | None = None,
+    kept: Collection[int] = (),
 ) -> None:
     """Broadcast the state that the store does not manage: frozen parameters and buffers.
 
@@ -41,7 +42,12 @@ def broadcast_rest(
     axes = alike or {}
     tensors: list[torch.Tensor] = [*frozen, *model.buffers()]
     for tensor in tensors:
-        if compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        if (
+            compute is not None
+            and id(tensor) not in kept
+            and tensor.is_floating_point()
+            and tensor.dtype != torch.float64
+        ):
             tensor.data = tensor.data.to(compute)
         tensor.data = tensor.data.to(device).contiguous()
         mesh[axes.get(id(tensor), "data")].broadcast(tensor.data)

@@ -25,7 +25,14 @@ def in_files(**zero):
 
 
 CONFLICTS = {
-    "amp.enabled": {"amp": True, "zero_optimization": {"stage": 1}},
+    "amp.master_weights": {"amp": {"enabled": True, "master_weights": True}},
+    "amp.keep_batchnorm_fp32": {"amp": {"enabled": True, "keep_batchnorm_fp32": True}},
+    "amp.cast_model_type": {"amp": {"enabled": True, "opt_level": "O1", "cast_model_type": "torch.float16"}},
+    "amp.patch_torch_functions": {"amp": {"enabled": True, "opt_level": "O2", "patch_torch_functions": True}},
+    "amp.loss_scale": {"amp": {"enabled": True, "loss_scale": 0}},
+    "amp.min_loss_scale": {"amp": {"enabled": True, "min_loss_scale": 8, "max_loss_scale": 4}},
+    "torch_autocast.enabled": {"torch_autocast": True, "bf16": True},
+    "communication_data_type": {"torch_autocast": True, "communication_data_type": "bf16"},
     "bf16.enabled": {"bf16": True, "fp16": True},
     "prescale_gradients": {"prescale_gradients": True, "zero_optimization": {"stage": 2}},
     "gradient_predivide_factor": {"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}},
@@ -322,7 +329,7 @@ ASKS = {
 } | {
     name: {name: True}
     for name in (
-        "amp", "hybrid_engine",
+        "hybrid_engine",
     )
 } | {
     f"zero_optimization.{name}": {"zero_optimization": {name: True}}
@@ -356,7 +363,7 @@ def test_the_table_names_fields_and_defaults_ask_for_nothing():
 
 
 def test_several_missing_parts_are_told_at_once():
-    loaded = load({"amp": {"enabled": True}, "hybrid_engine": True})
+    loaded = load({"fp16": {"enabled": True}, "hybrid_engine": True, "expert_parallel": {"score_apply": "pre"}})
     with pytest.raises(ConfigError, match="2 problems"):
         require_available(loaded.config)
 

@@ -63,7 +63,7 @@ def test_check_as_json_carries_warnings(run):
         ({"train_batch_sise": 8, "fp16": {"enabled": "maybe"}}, (), ["train_batch_sise: ", "fp16.enabled: "]),
         ({"seed": -1}, (), ["seed: must be at least 0, found -1"]),
         ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, (), ["zero_optimization.legacy_stage1: "]),
-        ({"amp": True}, (), ["amp: "]),
+        ({"hybrid_engine": True}, (), ["hybrid_engine: "]),
         ({"train_batch_size": 8}, ("-n", "3"), ["train_batch_size 8: "]),
         (
             {"train_batch_size": 6, "expert_parallel": {"enabled": True, "autoep_size": 4}},

@@ -58,8 +58,13 @@ def test_all_mistakes_of_the_newcomer_at_once():
 
 def test_what_a_run_would_refuse_is_in_the_same_message():
     with pytest.raises(ConfigError) as caught:
-        accept({"seeed": 1, "train_batch_size": 12, "amp": True}, "ds.json", 5)
-    for said in ("3 problems", "seeed: unknown", "amp: Apex amp is not", "12 is not 2 * 1 * 5 = 10 on 5 data-par"):
+        accept({"seeed": 1, "train_batch_size": 12, "hybrid_engine": True}, "ds.json", 5)
+    for said in (
+        "3 problems",
+        "seeed: unknown",
+        "hybrid_engine: the hybrid engine is not",
+        "12 is not 2 * 1 * 5 = 10 on 5 data-par",
+    ):
         assert said in str(caught.value)
 
 

@@ -37,9 +37,9 @@ from mpispeed.optim.schedule import build_schedule
 from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.local_gradients import require_whole
+from mpispeed.plan.mixed import find_norms, make_scaler
 from mpispeed.plan.units import kinds_of
 from mpispeed.precision.cast import Casting
-from mpispeed.precision.scaler import DynamicScale, LossScale, StaticScale
 from mpispeed.sharding.averaged_gradients import AveragedGradients
 from mpispeed.sharding.grads import GradHooks, GradStore
 from mpispeed.sharding.replicated_params import broadcast_rest
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.plan.plan import Plan
+    from mpispeed.precision.scaler import LossScale
     from mpispeed.sharding.params import ParamStore
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def assemble(
     rule, groups, basic = _choose_together(plan, mesh, model, optimizer, model_parameters)
     _require_trainable(mesh, groups, is_needed=rule is not None)
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
-    scaler = make_scaler(plan)
+    scaler = make_scaler(plan.config, plan.mixed, goes_on=plan.outlasts_overflows)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
     require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule)
@@ -88,7 +89,7 @@ def assemble(
     if not isinstance(model, PipelineModule):  # a pipeline's schedule decides how many micro-batches are kept
         configure_recomputation(plan, mesh)
     alike = {param: kind.partial for param, kind in kinds.items()}
-    broadcast_rest(model, table, mesh, _cast_to(plan), plan.device, alike)
+    broadcast_rest(model, table, mesh, plan.mixed.model, plan.device, alike, find_norms(model, plan.mixed))
     counters = Counters()
     optimization, scheduler, bus, clock = None, None, Bus(), Clock()
     steps: Sequence[step.StepPart] = ()
@@ -102,7 +103,7 @@ def assemble(
         steps, scaler, counters, bus, groups=groups, scheduler=scheduler,
         exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock, leads=leads,
     )  # fmt: skip
-    casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
+    casting = _make_casting(plan)
     accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
     if optimization is not None:  # nothing fails after this that would leave the client's object changed
         optimization = _hand_out(optimization, basic, params, counters)
@@ -112,6 +113,22 @@ def assemble(
     )  # fmt: skip
     parts.expect_step()
     return parts
+
+
+def _make_casting(plan: Plan) -> Casting:
+    mixed = plan.mixed
+    if mixed.drops_masters:
+        text = "amp asks for no masters in fp32 (master_weights false, or opt_level O3); they are kept all the same"
+        logs.once(log, logging.WARNING, text)
+    return Casting(
+        plan.policy.compute,
+        plan.cast_by,
+        mixed.casts_inputs,
+        casts_keywords=mixed.casts_keywords,
+        outputs=mixed.outputs,
+        autocast=mixed.autocast,
+        device_type=plan.device.type,
+    )
 
 
 def _hand_out(
@@ -127,11 +144,6 @@ def _hand_out(
         return optimization
     unguard = make_handle(basic, optimization.rule, grads.clear, optimization.link, counters)
     return dataclasses.replace(optimization, unguard=unguard)
-
-
-def _cast_to(plan: Plan) -> torch.dtype | None:
-    """The dtype of fp16 or bf16; None without them: every tensor of the model keeps its own."""
-    return plan.policy.compute if plan.config.fp16.enabled or plan.config.bf16.enabled else None
 
 
 def _choose_together(
@@ -286,26 +298,6 @@ def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer
     logs.once(log, logging.WARNING, f"optimizer {name} is untested with cut states; it must update element by element")
 
 
-def make_scaler(plan: Plan) -> LossScale:
-    """The loss scale: static 1 without fp16, else static or dynamic as the fp16 section says.
-
-    As in DeepSpeed, an overflow at the minimum scale ends the run only where states are sharded.
-    """
-    fp16 = plan.config.fp16
-    if not fp16.enabled:
-        return StaticScale(1.0)
-    if fp16.loss_scale:
-        return StaticScale(float(fp16.loss_scale))
-    return DynamicScale(
-        initial_scale_power=fp16.initial_scale_power,
-        loss_scale_window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        min_loss_scale=fp16.min_loss_scale,
-        goes_on=plan.outlasts_overflows,
-    )
-
-
 def _optimize(
     plan: Plan,
     mesh: Mesh,
@@ -332,7 +324,7 @@ def _optimize(
     link = StepLink()
     inner = InnerOptimizer(groups, counters, link, grads.clear) if basic is None else basic
     own = EngineOptimizer(groups, scaler, grads.clear, rule.name, link, inner)
-    facade = own if basic is None or plan.policy.compute == torch.float16 else basic
+    facade = own if basic is None or plan.mixed.computes_half else basic
     hooks = GradHooks(table, grads, landed)
     state = ZeroState(params, grads, states, rule, groups, lambda: exchange.has_local_params)
     return Optimization(state, hooks, facade, basic or own, link, exchange), update_windows

@@ -20,6 +20,7 @@ from mpispeed.engine.estimate.dry_run import Outcome, rehearse
 from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
 from mpispeed.engine.estimate.traffic import Moved, moved, update_tier
 from mpispeed.exchange.cost import Phase, Sent
+from mpispeed.plan.mixed import find_norms
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
 
@@ -183,9 +184,14 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
 def _outside_bytes(facts: EstimateInputs) -> int:
     """Bytes of frozen parameters that are in no unit, and of buffers."""
     frozen = [param for param in facts.model.parameters() if facts.table.locate(param) is None]
-    compute, total = facts.plan.policy.compute if facts.plan.cast_by else None, 0
+    compute, total, kept = facts.plan.mixed.model, 0, find_norms(facts.model, facts.plan.mixed)
     for tensor in (*frozen, *facts.model.buffers()):
-        is_cast = compute is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        is_cast = (
+            compute is not None
+            and id(tensor) not in kept
+            and tensor.is_floating_point()
+            and tensor.dtype != torch.float64
+        )
         total += tensor.numel() * (compute if is_cast and compute is not None else tensor.dtype).itemsize
     return total
 

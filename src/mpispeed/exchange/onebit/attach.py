@@ -28,7 +28,7 @@ def make(making: Making) -> OneBitExchange:
     # it code what would have to go to the host first and come back.
     is_apart = plan.device.type != "cpu" and plan.states.master.tier is not Tier.DEVICE
     is_beside = making.channel.is_overlapped and not making.may_swap and not is_apart
-    is_scaled = plan.gradient_clipping != 0 or plan.config.fp16.enabled
+    is_scaled = plan.gradient_clipping != 0 or plan.mixed.is_scaled
     channel = mesh.channel("grads") if is_beside and not is_scaled else None
     with mesh.world.comm.together(ConfigError):
         return OneBitExchange(
