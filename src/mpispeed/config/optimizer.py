@@ -14,8 +14,8 @@ class Optimizer(Section):
 
     type: str | None = Field(
         None,
-        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, or a "
-        "class name of torch.optim.",
+        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, "
+        "OneBitLamb, or a class name of torch.optim.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
     legacy_fusion: bool = Field(False, description="Accepted for old files; no effect.")

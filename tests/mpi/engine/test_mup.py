@@ -3,14 +3,16 @@
 import mup
 import pytest
 import torch
+from torch import nn
 
 import mpispeed
 from mpispeed import zero
 from mpispeed.base.errors import ConfigError
+from mpispeed.pipe.module import PipelineModule
 from tests.helpers.covering import in_turn, on_ranks
 from tests.helpers.mup_models import WIDE, MuNet, net, shaped
 from tests.zoo import same_bits
-from tests.zoo.models import Net, built, samples
+from tests.zoo.models import WIDTH, Net, built, samples
 from tests.zoo.training import check_equal, config, start, train, train_plain, weights
 
 pytestmark = [pytest.mark.mpi(min_size=1)]
@@ -140,6 +142,47 @@ def test_slices_have_the_rates_of_the_layers(stage):
         part = plain.get_parameter(name).detach().chunk(2, dim)[rank]
         torch.testing.assert_close(own[name], part, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(own["last.weight"], plain.last.weight.detach(), rtol=2e-5, atol=2e-6)
+    engine.destroy()
+
+
+def layers(width):
+    """Layers with two widths; a stage of the last has fewer groups than the others."""
+    return [
+        nn.Linear(WIDTH, width),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        mup.MuReadout(width, 2),
+    ]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["MuAdam", "MuSGD"])
+def test_stages_of_a_pipeline_have_the_groups_of_the_model(name):
+    bases = [nn.Sequential(*layers(width)) for width in (4, 6)]
+    shapes = mup.make_base_shapes(*bases)
+    plain = mup.set_base_shapes(built(lambda: nn.Sequential(*layers(WIDE))), shapes)
+    model = PipelineModule(built(lambda: layers(WIDE)), num_stages=2, loss_fn=nn.functional.mse_loss)
+    own = {key: infshape for key, infshape in shapes.items() if key in dict(model.named_parameters())}
+    mup.set_base_shapes(model, own)
+    settings = config(1, 12, 3 if mpispeed.comm.get_world_size() == 2 else 1, **optimizer(name))
+    engine = start(settings, model)
+    lrs = [group["lr"] for group in engine.optimizer.param_groups]
+    theirs = CASES[name][0](plain.parameters(), **CASES[name][1])
+    assert lrs == [group["lr"] for group in theirs.param_groups if group["params"]]
+    mesh, data = engine.mpispeed.parts.mesh, samples(3)
+    count = 12 // mesh["data"].size // engine.gradient_accumulation_steps()
+    for x, y in data:
+        size = mesh["data"].size
+        parts = zip(x.split(count), y.split(count), strict=True)
+        engine.train_batch(iter([part for at, part in enumerate(parts) if at % size == mesh.index("data")]))
+        theirs.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        theirs.step()
+    found = weights(engine)
+    assert found
+    for key, values in found.items():
+        torch.testing.assert_close(values, plain.get_parameter(key).detach(), rtol=2e-5, atol=2e-6)
     engine.destroy()
 
 
