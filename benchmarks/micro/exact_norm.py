@@ -108,13 +108,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    world = start().comm
-    mesh = Mesh(Topology({"data": world.size}), world)
+    world = start()
+    mesh = Mesh(Topology({"data": world.comm.size}), world)
     results = {f"{count} partials": measure(mesh, count, options.rounds) for count in options.partials}
-    if world.rank == 0:
+    if mesh.rank == 0:
         for name, row in results.items():
             print(name, "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
-        shown = {"ranks": world.size, "rounds": options.rounds, "calls of a round": CALLS}
+        shown = {"ranks": world.comm.size, "rounds": options.rounds, "calls of a round": CALLS}
         peers.write_record(options.json, "micro/exact_norm", shown, results)
 
 
