@@ -36,7 +36,7 @@ _MATRIX, _VECTOR, _FIXED = range(3)  # in the order of groups
 
 
 class Width(NamedTuple):
-    """What parameters of one group have in common: sorted, the order of groups.
+    """Widths of the parameters of one group; sorted, the order of groups.
 
     Attributes:
         group: the group of the script that they are of.
