@@ -162,6 +162,9 @@ class Environment:
             torch = pin.group(0) if pin else "torch"
             run(self.pip("--no-deps", "--index-url", self.torch_index, torch), "installing torch")
         run(self.pip("--no-build-isolation", "-e", f".[{','.join(self.extras)}]"), "installing the packages")
+        if "test" in self.extras:
+            # Alone, and PyYAML comes with others: torchvision would have to be a build for the same torch.
+            run(self.pip("--no-build-isolation", "--no-deps", "mup"), "installing mup")
         if self.mpi == "site":
             # The wheel's mpirun would be found before the site's.
             run([str(self.python), "-m", "pip", "uninstall", "--quiet", "--yes", "mpich"], "removing the MPI wheel")

@@ -1,7 +1,7 @@
 # cython: autotestdict=False
-"""Tree sums and exact sums of squares over flat host buffers given by address; loops in sum_loops.h, square_loops.h."""
+"""Tree sums and exact sums of squares over flat host buffers given by address; loops in sum_loops.h, square_loops.h, limbs.h."""
 
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 
@@ -13,6 +13,12 @@ cdef extern from "sum_loops.h" nogil:
 
 cdef extern from "square_loops.h" nogil:
     int mps_square_partials(const void *x, size_t n, size_t block, int kind, int threads, double *values)
+
+
+cdef extern from "limbs.h" nogil:
+    void mps_limbs_add(int64_t *limbs, double x)
+    void mps_limbs_carry(int64_t *limbs)
+    double mps_limbs_value(const int64_t *limbs)
 
 
 def tree_sum(
@@ -44,3 +50,17 @@ def square_partials(uintptr_t x, size_t count, size_t block, int kind, int threa
     if number < 0:
         raise ValueError(f"no loop for kind {kind} with blocks of {block}")
     return [values[i] for i in range(number)]
+
+
+def add_to_limbs(uintptr_t limbs, list values):
+    """Add doubles to the int64 limbs of `native.exact_sum` and pass all carries on."""
+    cdef int64_t *own = <int64_t *>limbs
+    cdef double value
+    for value in values:
+        mps_limbs_add(own, value)
+    mps_limbs_carry(own)
+
+
+def value_of_limbs(uintptr_t limbs):
+    """The double nearest to the sum in limbs, which is not below zero; inf or NaN if any of it was."""
+    return mps_limbs_value(<const int64_t *>limbs)

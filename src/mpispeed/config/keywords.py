@@ -36,10 +36,10 @@ def check_optimizer(section: known.Optimizer, autos: Collection[str]) -> Iterato
     if table is not None:
         yield from _check_params(rest, autos, path, known.TORCH_ADAM_PARAMS if is_torch else table)
         yield from _check_together(section.type or "", rest, path)
-        if rest.get("amsgrad") is True and not is_torch:
+        if rest.get("amsgrad") is True and not is_torch and kind not in ("muadam", "muadamw"):
             cure = "set params.torch_adam to true" if kind in ("adam", "adamw") else "remove it"
             yield Problem(f"{path}.amsgrad", f"{section.type} has no amsgrad", cure)
-    elif section.type is None or kind in known.LATER:
+    elif section.type is None:
         yield from _check_params({key: rest[key] for key in rest if key in known.COMMON_PARAMS}, (), path,
                                  known.COMMON_PARAMS)  # fmt: skip
     else:

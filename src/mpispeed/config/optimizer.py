@@ -14,8 +14,8 @@ class Optimizer(Section):
 
     type: str | None = Field(
         None,
-        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, OneBitAdam, ZeroOneAdam, OneBitLamb, or a class name of "
-        "torch.optim.",
+        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, "
+        "OneBitLamb, or a class name of torch.optim.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
     legacy_fusion: bool = Field(False, description="Accepted for old files; no effect.")
@@ -62,6 +62,13 @@ SGD_PARAMS = {
     "differentiable": "bool",
     "fused": "bool or null",
 }
+MU_ADAM_PARAMS = {
+    **{name: ADAM_PARAMS[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
+    **{name: TORCH_ADAM_PARAMS[name] for name in ("foreach", "capturable", "differentiable", "fused")},
+    "maximize": "bool",
+    "decoupled_wd": "bool",
+}
+"""Keywords of the package mup, which hands on those of torch."""
 _OF_TORCH = ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 FLAT = {
     name.lower(): name
@@ -72,6 +79,9 @@ FLAT = {
         "Lion",
         "Lamb",
         "SGD",
+        "MuAdam",
+        "MuAdamW",
+        "MuSGD",
         "OneBitAdam",
         "ZeroOneAdam",
         "OneBitLamb",
@@ -134,6 +144,9 @@ OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
     "adam": ADAM_PARAMS,
     "adamw": ADAM_PARAMS,
     "sgd": SGD_PARAMS,
+    "muadam": MU_ADAM_PARAMS,
+    "muadamw": MU_ADAM_PARAMS,
+    "musgd": {**SGD_PARAMS, "decoupled_wd": "bool"},
     "adagrad": ADAGRAD_PARAMS,
     "lion": LION_PARAMS,
     "lamb": LAMB_PARAMS,
@@ -145,11 +158,10 @@ OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
         **dict.fromkeys(_ONEBIT_LAMB_NUMBERS, "non-negative"),
     },
 }
-OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD", "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam",
+                  "ZeroOneAdam", "OneBitLamb")  # fmt: skip
 ONEBIT = ("onebitadam", "zerooneadam", "onebitlamb")
 BACKENDS = ("nccl", "mpi", "compressed", "hccl")
-LATER = frozenset({"muadam", "muadamw", "musgd"})
-"""Names that DeepSpeed knows and this version does not offer."""
 COMMON_PARAMS = {name: ADAM_PARAMS[name] for name in ("lr", "betas", "eps", "weight_decay")}
 """Keywords with one meaning for all optimizers, used if the optimizer does not exist."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.config.optimizer import LATER
 from mpispeed.config.problems import Problem, refuse
 from mpispeed.config.root import Config
 
@@ -29,11 +28,6 @@ def _any_of(*names: str) -> Callable[[Any], bool]:
 
 _Z = "zero_optimization"
 UNAVAILABLE: tuple[Row, ...] = (
-    Row(
-        "optimizer",
-        lambda s: s is not None and (s.type or "").lower() in LATER,
-        "this optimizer is not available; use Adam, AdamW, Adagrad, Lion, Lamb, SGD, a 1-bit one or one of torch.optim",
-    ),
     Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
     Row(
         "expert_parallel.score_apply",

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpispeed.base.errors import UsageError
 from mpispeed.optim.foreign import Foreign, guard
-from mpispeed.optim.rule import MASK
+from mpispeed.optim.rule import LR_FACTOR, MASK
 from mpispeed.optim.torch_rule import TorchRule
 from mpispeed.sharding.local_states import local_states
 
@@ -203,9 +203,9 @@ class EngineOptimizer(_SettledGroups):
         return [float(group["lr"]) for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Give every group the same learning rate."""
+        """Give every group the same learning rate, times the factor that muP gives it."""
         for group in self.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpispeed.native import status
+
 NUMBERS, UNIT = 66, -1088
 """Limbs with a value, and the power of two of the first: limb i counts units of 2^(32 i - 1088).
 
@@ -29,6 +31,16 @@ _LOW = (1 << _LIMB_BITS) - 1
 
 def limbs_of(values: Iterable[float]) -> Tensor:
     """The exact sum of doubles, which is not below zero, in limbs. Shapes: [LIMBS], int64, on the host."""
+    module = status.compiled("fp_sum")
+    if module is None:
+        return limbs_of_reference(values)
+    limbs = torch.zeros(LIMBS, dtype=torch.int64)
+    module.add_to_limbs(limbs.data_ptr(), list(values))
+    return limbs
+
+
+def limbs_of_reference(values: Iterable[float]) -> Tensor:
+    """The same in Python's integers. Shapes: [LIMBS], int64, on the host."""
     limbs, total = torch.zeros(LIMBS, dtype=torch.int64), 0
     for value in values:
         if math.isfinite(value):
@@ -46,8 +58,17 @@ def limbs_of(values: Iterable[float]) -> Tensor:
 def value_of(limbs: Tensor) -> float:
     """The double nearest to the sum in limbs on the host: what `math.fsum` gives; inf or NaN if any of them was.
 
-    Shapes: limbs [LIMBS].
+    Shapes: limbs [LIMBS], or longer, contiguous.
     """
+    module = status.compiled("fp_sum")
+    if module is None:
+        return value_of_reference(limbs)
+    value: float = module.value_of_limbs(limbs.data_ptr())
+    return value
+
+
+def value_of_reference(limbs: Tensor) -> float:
+    """The same in Python's integers. Shapes: limbs [LIMBS], or longer."""
     found: list[int] = limbs.tolist()
     if found[NANS]:
         return math.nan

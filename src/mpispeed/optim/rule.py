@@ -136,6 +136,8 @@ class KeepsNumbers(Protocol):
     number_names: tuple[str, ...]
 
 
+LR_FACTOR = "lr_factor"
+"""Key of a parameter group: what its rate is to that which is said for all groups. Left out: 1."""
 MASK = "exp_avg_mask"
 """Key of a parameter group: a tensor that is 0 where the momentum has to stay 0, 1 elsewhere. It is not saved."""
 

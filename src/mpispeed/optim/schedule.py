@@ -17,7 +17,8 @@ import torch
 from mpispeed.base import log, torch_names
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.registry import Registry, did_you_mean
-from mpispeed.optim.rule import check_keywords, drop_auto
+from mpispeed.optim.ratios import keeping_ratios
+from mpispeed.optim.rule import LR_FACTOR, check_keywords, drop_auto
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,13 @@ class Schedule(ABC):
     def _values(self, index: int) -> list[float]:
         """The lr of every group at `index`."""
 
+    def _of_groups(self, index: int) -> list[float]:
+        """`_values`, where groups have factors times these."""
+        groups = self.optimizer.param_groups
+        return [lr * group.get(LR_FACTOR, 1.0) for lr, group in zip(self._values(index), groups, strict=True)]
+
     def _write(self) -> None:
-        values = self._values(self.last_batch_iteration)
+        values = self._of_groups(self.last_batch_iteration)
         for group, lr in zip(self.optimizer.param_groups, values, strict=True):
             group["lr"] = lr
         self._last_lr = values
@@ -76,7 +82,7 @@ class Schedule(ABC):
 
     def get_lr(self) -> list[float]:
         """The lr of every group at the current index."""
-        return self._values(self.last_batch_iteration)
+        return self._of_groups(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
         """The values that were written last.
@@ -360,6 +366,9 @@ class WarmupCosineLR(_Warmup):
             return max(0.0, self.cos_min_ratio)
         return max(0.0, _between(self.cos_min_ratio, 1.0, (1 + math.cos(math.pi * done / length)) / 2))
 
+    def _of_groups(self, index: int) -> list[float]:
+        return self._values(index)  # the lr at construction had the factors
+
     def _values(self, index: int) -> list[float]:
         ratio = self._ratio(index)
         return [lr * ratio for lr in self.org_lrs]
@@ -389,7 +398,10 @@ def build_schedule(type_name: str, params: Mapping[str, Any] | None, optimizer: 
     if "optimizer" in given:
         msg = f"{owner} gets its optimizer from the engine; remove 'optimizer' from scheduler.params"
         raise ConfigError(msg)
-    return cls(torch_optimizer(optimizer), **given)
+    inner = torch_optimizer(optimizer)
+    if type_name not in SCHEDULES and any(group.get(LR_FACTOR, 1.0) != 1.0 for group in inner.param_groups):
+        cls = keeping_ratios(cls, inner)
+    return cls(inner, **given)
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -339,7 +339,8 @@ def sum_squares(
     Collective over: all ranks.
     """
     sums = sum_limbs(mesh, near if far is None else near + far.cpu(), notes)
-    return exact_sum.value_of(sums[: exact_sum.LIMBS]), sums[exact_sum.LIMBS :].tolist()[: len(notes)]
+    counted: list[int] = sums[exact_sum.LIMBS :].tolist() if notes else []
+    return exact_sum.value_of(sums), counted[: len(notes)]
 
 
 def sum_apart(mesh: Mesh, far: torch.Tensor, notes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
@@ -365,9 +366,8 @@ def sum_limbs(mesh: Mesh, limbs: torch.Tensor, notes: Sequence[int] = ()) -> tor
 
     Collective over: all ranks.
     """
-    message = torch.zeros(exact_sum.LIMBS + MOST_NOTES, dtype=torch.int64)
-    message[: exact_sum.LIMBS] = limbs
-    message[exact_sum.LIMBS : exact_sum.LIMBS + len(notes)] = torch.tensor(notes, dtype=torch.int64)
+    noted = torch.tensor([*notes, *(0,) * (MOST_NOTES - len(notes))], dtype=torch.int64)
+    message = torch.cat((limbs, noted))
     mesh[mesh.topology.names].all_reduce(message)
     return message
 

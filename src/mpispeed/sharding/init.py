@@ -15,6 +15,7 @@ from torch import nn
 
 from mpispeed.base import init_scope
 from mpispeed.base.errors import ConfigError, MpispeedError, UsageError
+from mpispeed.base.param_marks import part_of
 from mpispeed.mesh.comm import Comm, text_of
 from mpispeed.mesh.world import start
 from mpispeed.native.block_io import Options
@@ -228,9 +229,7 @@ class _Patches:
         """As `init_scope.copied`."""
         cut = [param for param in module.parameters() if find_init_shard(param) is not None]
         with sharded_param.opened(cut, "initialize"):
-            memo: dict[int, Any] = {
-                id(param): nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad) for param in cut
-            }
+            memo: dict[int, Any] = {id(param): part_of(param, param.detach().clone()) for param in cut}
             made = copy.deepcopy(module, memo)
         if self._is_on:
             self._sharded_init.settle()

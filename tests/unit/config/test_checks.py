@@ -314,7 +314,6 @@ ASKS = {
     "zero_optimization.load_from_fp32_weights": {"zero_optimization": {"load_from_fp32_weights": False}},
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"zeropp_loco_param": {}}},
     "zero_optimization.mics_shard_size": {"zero_optimization": {"mics_shard_size": 2}},
-    "optimizer": {"optimizer": {"type": "MuAdam", "params": {"lr": 0.1}}},
     "fp16.fp16_master_weights_and_grads": {
         "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},

@@ -42,6 +42,25 @@ def test_any_cut_over_ranks_has_the_bits_of_fsum(values, cuts, kinds):
         assert sum(map(Fraction, exact_sum.doubles_of(sums))) == sum(map(Fraction, values))
 
 
+@given(st.lists(st.tuples(st.integers(0, 67), st.integers(0, 2**62 - 1)), max_size=8))
+@example([(0, 1 << 13)])  # half of the least double
+@example([(0, 3 << 13)])
+@example([(65, 1 << 61)])  # beyond fp64
+@example([(10, 1), (12, (1 << 53) + 1)])
+@example([(9, 1 << 31), (11, (1 << 20) + 1)])
+def test_the_compiled_value_is_that_of_pythons_integers(some):
+    limbs = torch.zeros(exact_sum.LIMBS, dtype=torch.int64)
+    for at, limb in some:
+        limbs[at] = limb
+    assert str(exact_sum.value_of(limbs)) == str(exact_sum.value_of_reference(limbs))
+
+
+@given(st.lists(ANY | st.floats(-1e150, 1e150) | st.sampled_from(SPECIAL), max_size=20))
+def test_the_compiled_limbs_are_those_of_pythons_integers(values):
+    values = [2 * math.fsum(abs(value) for value in values if -1e200 < value < 1e200) + 1.0, *values]
+    assert exact_sum.limbs_of(values).tolist() == exact_sum.limbs_of_reference(values).tolist()
+
+
 @given(st.lists(st.floats(-1e150, 1e150), max_size=20))
 def test_parts_of_a_sum_may_be_below_zero(values):
     values = [2 * math.fsum(map(abs, values)) + 1.0, *values]

@@ -29,6 +29,7 @@ from mpispeed.engine.plan_parts import choose_reducer, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.exchange.making import Making
 from mpispeed.exchange.table import kind_of
+from mpispeed.optim import mup
 from mpispeed.optim.choice import TESTED_FOR_CUTS, build, rule_of
 from mpispeed.optim.exchange import Drifts
 from mpispeed.optim.foreign import Foreign
@@ -155,9 +156,12 @@ def _choose_together(
     """
     failure: Exception | None = None
     chosen: tuple[Rule | None, list[dict[str, Any]], torch.optim.Optimizer | None] = None, [], None
+    widths: mup.Widths | None = None
     try:
         chosen = choose_rule(plan, model, optimizer, model_parameters)
         _refuse_foreign_params(model, chosen[1])
+        if optimizer is None and chosen[0] is not None and chosen[0].name in mup.NAMES:
+            widths = mup.Widths(chosen[0].name, model, chosen[1])
     except Exception as error:  # the optimizer may be made by a function of the script
         failure = error
     try:
@@ -166,6 +170,9 @@ def _choose_together(
         if failure is None:
             raise
         raise failure from None
+    if widths is not None:  # groups are the same on all stages
+        everywhere = mesh["pipe"].gather_objects(widths.found)
+        return chosen[0], widths.groups([width for found in everywhere for width in found]), None
     return chosen
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADAMS = frozenset({"adam", "adamw"})
+_ADAMS = frozenset({"adam", "adamw", "muadam", "muadamw"})
 """Rules whose states are the same."""
 
 

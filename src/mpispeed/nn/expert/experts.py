@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from mpispeed.base import init_scope
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.even_split import share
+from mpispeed.base.param_marks import part_of
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.expert import host_products
 from mpispeed.nn.tensor import regions
@@ -238,7 +239,7 @@ class FusedExperts(Experts):
             grains = () if how.kind in WHOLE_KINDS else (grain,) * how.parts
             cut = TensorCut(how.kind, how.dim, tuple(param.shape), parts, grains)
             own = cut.take(param, comm.rank, comm.size)
-            self.register_parameter(name, nn.Parameter(own, requires_grad=param.requires_grad))
+            self.register_parameter(name, part_of(param, own))
             marks_of(self).cuts[name] = cut
             if how.kind in WHOLE_KINDS:
                 marks_of(self).partial.add(name)

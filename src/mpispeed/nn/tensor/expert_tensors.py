@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpispeed.base.param_marks import part_of
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
 from mpispeed.nn.tensor.apply import Layers
@@ -100,7 +101,7 @@ def slice_experts(model: nn.Module, site: ExpertSite, comm: Comm, layers: Layers
                 (site.grain,) * count,
             )
             own = cut.take(param, comm.rank, comm.size)
-            module.register_parameter(name, nn.Parameter(own, requires_grad=param.requires_grad))
+            module.register_parameter(name, part_of(param, own))
             marks_of(module).cuts[name] = cut
         return module
 

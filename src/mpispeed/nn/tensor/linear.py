@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import UsageError
+from mpispeed.base.param_marks import part_of
 from mpispeed.base.split_grads import Splits
 from mpispeed.mesh.comm import Comm
 from mpispeed.nn.tensor import regions
@@ -54,7 +55,7 @@ class CutLayer(Splits, nn.Module):
             self.register_parameter(name, None)
             return
         part = cut.take(whole, self.comm.rank, self.comm.size)
-        self.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        self.register_parameter(name, part_of(whole, part))
         marks_of(self).cuts[name] = cut
 
 
