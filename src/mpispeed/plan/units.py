@@ -5,7 +5,7 @@ What a run and a prediction have to know of a unit is decided here, once: placem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +41,12 @@ class Kind:
     Attributes:
         copies: groups of ranks along other axes than data that have copies.
         partial: axes over which gradients are partial sums and values equal.
+        slots: names of the optimizer's states of the parameter, where parameters differ in them; else None.
     """
 
     copies: tuple[Copies, ...] = ()
     partial: tuple[str, ...] = DATA_AXES
+    slots: tuple[str, ...] | None = None
 
 
 PLAIN = Kind()
@@ -104,7 +106,14 @@ def ties_of(model: nn.Module) -> dict[int, Tie]:
 # -- units -----------------------------------------------------------------------------------------------------------
 
 
-def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own_masters: bool = False) -> Table:
+def deal_units(
+    plan: Plan,
+    model: nn.Module,
+    group_of: Mapping[int, int],
+    *,
+    own_masters: bool = False,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
+) -> Table:
     """The units of a model under a plan, with their states.
 
     Args:
@@ -112,8 +121,12 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         model: on any device; only shapes and dtypes are read.
         group_of: as for `sharding.units.plan_units`.
         own_masters: masters are not the parameters, even if they have their dtype.
+        slots_of: names of the optimizer's states by `id` of the parameter, where parameters differ in them; a unit has
+            parameters with the same states.
     """
     zero, topology = plan.config.zero_optimization, plan.topology()
+    kinds = kinds_of(model, topology.group_size("model"))
+    kinds |= {one: replace(kinds.get(one, PLAIN), slots=names) for one, names in (slots_of or {}).items()}
     table = plan_units(
         model,
         group_of,
@@ -121,7 +134,7 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         plan.bucket_elements,
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=not plan.states.param.is_replicated,
-        kind_of=kinds_of(model, topology.group_size("model")),
+        kind_of=kinds,
         ties=ties_of(model),
     )
     return table.with_states(_Dealer(plan, topology, table, own_masters=own_masters).states)
@@ -172,6 +185,7 @@ class _Dealer:
             wire=wire,
             master_is_param=unit.is_trainable and compute == full and not self._own_masters and not is_apart,
             is_coded=self._takes_codes(unit) and not param.is_replicated,
+            slots=kind.slots,
         )
 
     def _param(self, unit: Unit) -> Placement:
