@@ -225,7 +225,7 @@ def find_groups(
         ConfigError: on every rank of the model axis, if slices have different matrices.
     """
     slices = mesh["model"]
-    sliced = _cuts_of(model, slices.size)
+    sliced = slices_of(model, slices.size)
     places = {
         entry.name: (unit.index, Place(entry.offset, entry.numel, unit.layout.padded))
         for unit in units
@@ -325,7 +325,7 @@ def _whole(unit: Unit, entry: Entry, is_convolution: bool) -> Iterator[tuple[Mat
         yield Matrix(title, entry.group, (1, rows, columns), (place,)), Span(first, first + numel)
 
 
-def _cuts_of(model: nn.Module, size: int) -> dict[str, tuple[TensorSlice, ...]]:
+def slices_of(model: nn.Module, size: int) -> dict[str, tuple[TensorSlice, ...]]:
     """By name, the slices of all ranks of the model axis of each sliced parameter."""
     if size == 1:
         return {}

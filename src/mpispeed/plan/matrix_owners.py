@@ -69,14 +69,15 @@ def rounds_of(units: Sequence[Sequence[tuple[int, int]]], *, least: int = LEAST_
     found: list[list[int]] = []
     held: dict[int, int] = {}
     for position, unit in enumerate(units):
-        more: dict[int, int] = {}
+        joined = dict(held)
         for owner, size in unit:
-            more[owner] = more.get(owner, 0) + size
-        if found and all(held.get(owner, 0) + size <= most for owner, size in more.items()):
+            joined[owner] = joined.get(owner, 0) + size
+        if found and max(joined.values(), default=0) <= most:
             found[-1].append(position)
+            held = joined
         else:
             found.append([position])
             held = {}
-        for owner, size in more.items():
-            held[owner] = held.get(owner, 0) + size
+            for owner, size in unit:
+                held[owner] = held.get(owner, 0) + size
     return found
