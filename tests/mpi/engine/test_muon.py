@@ -78,7 +78,8 @@ def update_of(engine):
 def test_equals_one_process(stage, where, mpi_tmp_path, monkeypatch):
     if stage == 0 and where != "none":
         stage = 1
-    monkeypatch.setattr(matrix_owners.rounds_of, "__kwdefaults__", {"least": 1})  # many rounds
+    monkeypatch.setattr(matrix_owners.rounds_of, "__kwdefaults__", {"least": 1})  # a round for each unit
+    monkeypatch.setattr(matrix_owners, "MATRICES_UNDER_WAY", 0)
     zero = {**OFFLOAD[where], "stage3_param_persistence_threshold": 0}  # no unit is put together with another
     settings = config(stage, zero=zero, reuse=0 if stage == 3 else None, **MUON)
     engine, plain = start(on_disk(settings, mpi_tmp_path), Deep()), Deep()
