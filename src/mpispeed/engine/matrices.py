@@ -44,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the elements of a matrix are in a unit of one slice: from `first` on, `numel` of a buffer of `padded`."""
+    """The place of a matrix in a unit of one slice: from `first` on, `numel` of a buffer of `padded`."""
 
     first: int
     numel: int
@@ -262,7 +262,7 @@ def find_groups(
 
 @dataclass(frozen=True, slots=True)
 class _Sort:
-    """What the units of a group have in common: ranks, kind of masters and memory, and dtype of messages."""
+    """Common traits of the units of a group: ranks, kind of masters and memory, and dtype of messages."""
 
     axes: tuple[str, ...]
     is_cut: bool

@@ -1,4 +1,4 @@
-"""Which rank makes which matrix orthogonal, and which matrices are under way together. Pure: the same on all ranks."""
+"""Owners of matrices, and rounds of matrices that are under way together. Pure: the same on all ranks."""
 
 from __future__ import annotations
 
