@@ -216,6 +216,28 @@ def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor, sta
             at += count
 
 
+def take_slice(cut: TensorSlice, whole: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
+    """The counterpart of `place_slice`: fill `values` with elements of a slice, from `start` on; padding becomes zeros.
+
+    Shapes:
+        whole: cut.info.shape, contiguous
+        values: at most [cut.numel - start]
+    """
+    flat, end = whole.view(-1), start
+    for block in cut.blocks(start, start + values.numel()):
+        part = values[block.local - start :][: block.count]
+        end = block.local + block.count
+        if block.pattern is None:
+            part.copy_(flat[block.start :][: block.count])
+            continue
+        turns, at = block.count // block.pattern.numel, 0
+        for first, count in block.pattern.runs:
+            source = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            part.view(turns, -1)[:, at : at + count].copy_(source)
+            at += count
+    values[end - start :].zero_()
+
+
 def read_slice(
     checkpoint: Checkpoint,
     name: str,

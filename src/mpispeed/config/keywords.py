@@ -79,7 +79,9 @@ def _check_params(
 
 def _check_together(name: str, params: Mapping[str, Any], path: str) -> Iterator[Problem]:
     """Keywords of own optimizers that are legal one by one but not together."""
-    if params.get("nesterov") is True and not (params.get("momentum") and not params.get("dampening")):
+    if name.lower() == "muon":
+        yield from _check_muon(params, path)
+    elif params.get("nesterov") is True and not (params.get("momentum") and not params.get("dampening")):
         what = f"{name} needs momentum above 0 and dampening 0 for it"
         yield Problem(f"{path}.nesterov", what, "set params.momentum, or remove it")
     least, most = params.get("min_coeff", 0.01), params.get("max_coeff", 10.0)
@@ -89,6 +91,15 @@ def _check_together(name: str, params: Mapping[str, Any], path: str) -> Iterator
     if isinstance(backend, str) and backend not in known.BACKENDS:
         what = f"expected one of {', '.join(known.BACKENDS)}, found {show(backend)}"
         yield Problem(f"{path}.comm_backend_name", what, "it is a hint: the one-bit mean always runs over MPI")
+
+
+def _check_muon(params: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for key, choices in known.CHOICES.items():
+        value = params.get(key, choices[0])
+        if isinstance(value, str) and value not in choices:
+            yield Problem(f"{path}.{key}", f"expected one of {', '.join(choices)}, found {show(value)}")
+    if params.get("per_head_muon") is True:
+        yield Problem(f"{path}.per_head_muon", "heads are not made orthogonal one by one", "remove it")
 
 
 def _find_unknown(
@@ -233,6 +244,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "bool": ("true or false", lambda v: isinstance(v, bool)),
     "bool or null": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
+    "fraction": ("a number from 0 to below 1", lambda v: _is_number(v) and 0 <= v < 1),
+    "three numbers": (
+        "three numbers", lambda v: isinstance(v, list) and len(v) == 3 and all(_is_number(one) for one in v)
+    ),
     "betas": ("two numbers from 0 to below 1", _is_betas),
     "text": ("a text", lambda v: isinstance(v, str)),
+    "text or null": ("a text or null", lambda v: v is None or isinstance(v, str)),
 }  # fmt: skip

@@ -14,7 +14,7 @@ class Optimizer(Section):
 
     type: str | None = Field(
         None,
-        description="Adam, AdamW, Adagrad, Lion, Lamb, SGD, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, "
+        description="Adam, AdamW, Adagrad, Lion, Lamb, Muon, SGD, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, "
         "OneBitLamb, or a class name of torch.optim.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the optimizer.")
@@ -78,6 +78,7 @@ FLAT = {
         "Adagrad",
         "Lion",
         "Lamb",
+        "Muon",
         "SGD",
         "MuAdam",
         "MuAdamW",
@@ -125,6 +126,35 @@ LAMB_PARAMS = {
     "set_grad_none": "bool",
     "fp32_optimizer_states": "bool",
 }
+MUON_PARAMS = {
+    "lr": "rate",
+    "muon_lr": "rate",
+    "adam_lr": "rate",
+    "momentum": "fraction",
+    "nesterov": "bool",
+    "weight_decay": "non-negative",
+    "ns_steps": "positive count",
+    "ns_coefficients": "three numbers",
+    "ns_eps": "non-negative",
+    "ns_method": "text",
+    "ns_dtype": "text",
+    "adjust_lr_fn": "text or null",
+    "per_head_muon": "bool",
+    "betas": "betas",
+    "eps": "non-negative",
+    "bias_correction": "bool",
+    "adam_w_mode": "bool",
+    "torch_adam": "bool",
+    "set_grad_none": "bool",
+    "fp32_optimizer_states": "bool",
+}
+"""Of matrices, and of Adam for the others: betas, eps, bias_correction, adam_w_mode, torch_adam."""
+CHOICES = {
+    "ns_method": ("standard", "gram"),
+    "ns_dtype": ("auto", "fp32", "bf16", "fp16"),
+    "adjust_lr_fn": ("original", "match_rms_adamw"),
+}
+"""Texts that keywords of Muon may be."""
 _ONEBIT_PARAMS = {
     "lr": "rate",
     "betas": "betas",
@@ -150,6 +180,7 @@ OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
     "adagrad": ADAGRAD_PARAMS,
     "lion": LION_PARAMS,
     "lamb": LAMB_PARAMS,
+    "muon": MUON_PARAMS,
     "onebitadam": {**_ONEBIT_PARAMS, "freeze_step": "positive count"},
     "zerooneadam": {**_ONEBIT_PARAMS, **dict.fromkeys(_ZERO_ONE_COUNTS, "positive count")},
     "onebitlamb": {
@@ -158,7 +189,7 @@ OPTIMIZER_PARAMS: dict[str, dict[str, str]] = {
         **dict.fromkeys(_ONEBIT_LAMB_NUMBERS, "non-negative"),
     },
 }
-OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "SGD", "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam",
+OWN_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "Muon", "SGD", "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam",
                   "ZeroOneAdam", "OneBitLamb")  # fmt: skip
 ONEBIT = ("onebitadam", "zerooneadam", "onebitlamb")
 BACKENDS = ("nccl", "mpi", "compressed", "hccl")

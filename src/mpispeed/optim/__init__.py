@@ -3,7 +3,7 @@
 A rule updates the windows it is given; their parameters, ranks and tiers are not known here. Knows torch and the
 kernels of `native`: no ranks, no settings files.
 
-State: own rules (`Adam`, `Adagrad`, `Lion`, `Lamb`, `SGD`) hold theirs in `Window.state`, which the caller
+State: own rules (`Adam`, `Adagrad`, `Lion`, `Lamb`, `Muon`, `SGD`) hold theirs in `Window.state`, which the caller
 allocates as zeros of `rule.state_names` and stores; next to it they need nothing but `Window.step`. The 1-bit rules
 (`OnebitAdam`, `ZeroOneAdam`, `OnebitLamb`) also choose the quantity that ranks exchange, see `exchange`. A rule that is
 a `KeepsState` (`Foreign`) holds its own: read it with `slots` and `window_scalars`, restore it with `restore`.

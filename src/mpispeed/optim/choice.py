@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpispeed.base import torch_names
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.registry import did_you_mean
-from mpispeed.optim import adagrad, adam, lamb, lion, mup, onebit_adam, onebit_lamb, sgd, zero_one_adam
+from mpispeed.optim import adagrad, adam, lamb, lion, muon, mup, onebit_adam, onebit_lamb, sgd, zero_one_adam
 from mpispeed.optim.cpu import CPUAdagrad, CPUAdam, CPULamb, CPULion
 from mpispeed.optim.exchange import Needs
 from mpispeed.optim.foreign import Foreign
@@ -20,7 +20,7 @@ from mpispeed.optim.rule import RULES, Rule, drop_auto
 if TYPE_CHECKING:
     import torch
 
-_RULE_MODULES = (adagrad, adam, lamb, lion, mup, onebit_adam, onebit_lamb, sgd, zero_one_adam)
+_RULE_MODULES = (adagrad, adam, lamb, lion, muon, mup, onebit_adam, onebit_lamb, sgd, zero_one_adam)
 """Imported because each registers its rules in `RULES`."""
 
 _OWN = (CPUAdagrad, CPUAdam, CPULamb, CPULion, FusedAdagrad, FusedAdam, FusedLamb, FusedLion)
@@ -35,7 +35,7 @@ _NEEDS = {
 }
 """By name in lower case; the others sum gradients and need nothing."""
 
-TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam", *mup.NAMES)
+TESTED_FOR_CUTS = ("Adam", "AdamW", "Adagrad", "Lion", "OneBitAdam", "Muon", *mup.NAMES)
 """Optimizers tested on flat shards; others need `zero_allow_untested_optimizer`."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnknownOption
@@ -114,6 +115,39 @@ class Layerwise(Protocol):
 
     def second_half(self, windows: Iterable[Window], sums: Tensor, *, grad_scale: float, threads: int) -> None:
         """Update masters and `out` of the same windows from states and the sums over all parts."""
+
+
+@runtime_checkable
+class Matrixwise(Protocol):
+    """A rule that updates matrices as wholes, of which ranks have parts, and other parameters element by element.
+
+    Groups differ in the states of their parameters. Of a matrix the rank that owns it gathers the directions of all
+    parts, makes them orthogonal, and sends them back.
+    """
+
+    def is_for_matrices(self, group: Mapping[str, Any]) -> bool:
+        """True if parameters of a group are updated as matrices."""
+
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states of parameters of a group."""
+
+    def group_of(self, group: Mapping[str, Any], *, is_matrix: bool) -> dict[str, Any]:
+        """The hyper-parameters of a group for matrices or for others, without parameters; `group` may give some."""
+
+    def update_others(self, windows: Iterable[Window], *, grad_scale: float, threads: int) -> None:
+        """Update windows of parameters that are no matrices."""
+
+    def direction(self, window: Window, *, grad_scale: float) -> Tensor:
+        """Update the states of a window of a matrix; gives its part of what is to be made orthogonal."""
+
+    def dtype_of(self, group: Mapping[str, Any], full: torch.dtype, device: torch.device) -> torch.dtype:
+        """In which directions travel and are made orthogonal."""
+
+    def orthogonal(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """The orthogonal factors of whole matrices. Shapes: [..., n, m]."""
+
+    def apply(self, window: Window, direction: Tensor, shape: tuple[int, int]) -> None:
+        """Update the master and `out` of a window by its part of the result for a matrix of this shape."""
 
 
 @runtime_checkable

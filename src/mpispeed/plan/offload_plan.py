@@ -97,7 +97,7 @@ def leading_units(sizes: Iterable[tuple[int, int]], limit: float) -> frozenset[i
 def swapped_cells(table: Table, topology: Topology, slots: Iterable[str]) -> Cells:
     """States that one rank keeps in swap files; `slots` are the names of the optimizer's."""
     found: dict[tuple[str, int], tuple[int, torch.dtype]] = {}
-    kinds = tuple(slots)
+    names = tuple(slots)
     for unit in table.all_units:
         states, padded = unit.states, unit.layout.padded
         if states.param.tier is Tier.NVME:
@@ -105,7 +105,7 @@ def swapped_cells(table: Table, topology: Topology, slots: Iterable[str]) -> Cel
     for unit in table.units:
         states, padded = unit.states, unit.layout.padded
         if states.master.tier is Tier.NVME:
-            for kind in (*([] if states.master_is_param else [MASTER]), *kinds):
+            for kind in (*([] if states.master_is_param else [MASTER]), *states.slots_among(names)):
                 found[kind, unit.index] = padded // topology.group_size(states.master.axes), states.full
         if states.grad.tier is Tier.NVME:
             found[GRAD, unit.index] = padded // topology.group_size(states.grad.axes), states.accumulate

@@ -44,12 +44,14 @@ class Kind:
         partial: axes over which gradients are partial sums and values equal.
         wire: dtype in which gradients travel; None: that of the plan.
         compute: dtype in which the parameter is used; None: that of the plan.
+        slots: names of the optimizer's states of the parameter, where parameters differ in them; else None.
     """
 
     copies: tuple[Copies, ...] = ()
     partial: tuple[str, ...] = DATA_AXES
     wire: torch.dtype | None = None
     compute: torch.dtype | None = None
+    slots: tuple[str, ...] | None = None
 
 
 PLAIN = Kind()
@@ -121,7 +123,14 @@ def _with_dtypes(plan: Plan, model: nn.Module, kinds: dict[int, Kind]) -> dict[i
 # -- units -----------------------------------------------------------------------------------------------------------
 
 
-def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own_masters: bool = False) -> Table:
+def deal_units(
+    plan: Plan,
+    model: nn.Module,
+    group_of: Mapping[int, int],
+    *,
+    own_masters: bool = False,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
+) -> Table:
     """The units of a model under a plan, with their states.
 
     Args:
@@ -129,8 +138,12 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         model: on any device; only shapes and dtypes are read.
         group_of: as for `sharding.units.plan_units`.
         own_masters: masters are not the parameters, even if they have their dtype.
+        slots_of: names of the optimizer's states by `id` of the parameter, where parameters differ in them; a unit has
+            parameters with the same states.
     """
     zero, topology = plan.config.zero_optimization, plan.topology()
+    kinds = kinds_of(model, topology.group_size("model"))
+    kinds |= {one: replace(kinds.get(one, PLAIN), slots=names) for one, names in (slots_of or {}).items()}
     table = plan_units(
         model,
         group_of,
@@ -138,7 +151,7 @@ def deal_units(plan: Plan, model: nn.Module, group_of: Mapping[int, int], *, own
         plan.bucket_elements,
         merge_elements=zero.param_persistence_threshold,
         takes_frozen=not plan.states.param.is_replicated,
-        kind_of=_with_dtypes(plan, model, kinds_of(model, topology.group_size("model"))),
+        kind_of=_with_dtypes(plan, model, kinds),
         ties=ties_of(model),
     )
     return table.with_states(_Dealer(plan, topology, table, own_masters=own_masters).states)
@@ -189,6 +202,7 @@ class _Dealer:
             wire=wire,
             master_is_param=unit.is_trainable and compute == full and not self._own_masters and not is_apart,
             is_coded=self._takes_codes(unit) and not param.is_replicated,
+            slots=kind.slots,
         )
 
     def _param(self, unit: Unit) -> Placement:

@@ -382,7 +382,7 @@ def _check_key(found: _Found, key: str) -> None:
 def windows_of(state: ZeroState, unit: Unit) -> list[Window]:
     """The windows of a unit on this rank."""
     update_windows = UpdateWindows(state.params.shards, state.grads.shards, state.states, state.rule)
-    return list(update_windows.windows_of(unit, state.groups, 0))
+    return list(update_windows.windows_of((unit,), state.groups, 0))
 
 
 def state_held(store: ParamStore, unit: Unit, key: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Drifts, Exchanges
-from mpispeed.optim.rule import KeepsState, Layerwise, Rule, Window
+from mpispeed.optim.rule import KeepsState, Layerwise, Matrixwise, Rule, Window
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import Tier
 from mpispeed.store.stored_tensor import WholeLease
@@ -49,7 +49,10 @@ class StateStore:
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
         self._tensors = [
-            {slot: tiers.zeros(slot, unit.index, params.span(unit).numel, unit.states.full) for slot in self.slots}
+            {
+                slot: tiers.zeros(slot, unit.index, params.span(unit).numel, unit.states.full)
+                for slot in unit.states.slots_among(self.slots)
+            }
             if has(unit)
             else {}
             for unit in table.units
@@ -144,10 +147,11 @@ class UpdateWindows:
                 as long as their buffers.
         """
         self._params, self._grads, self._state = params, grads, state
-        self._per_parameter = rule.wants_whole and (not params.table.shards_masters or isinstance(rule, Layerwise))
+        takes_parts = isinstance(rule, Layerwise | Matrixwise)
+        self._per_parameter = rule.wants_whole and (not params.table.shards_masters or takes_parts)
         self._keeps_windows = isinstance(rule, KeepsState)
         self._fills_out = isinstance(rule, Drifts)
-        self._lends_units = self._per_parameter and not isinstance(rule, Layerwise)
+        self._lends_units = self._per_parameter and not takes_parts
         self._plan = params.tiers.plan
         # A device copies the gradients of the next window while the host updates this one.
         self._fetches = not self.is_swapping and any(
@@ -184,10 +188,10 @@ class UpdateWindows:
         yield from self._walk(self._params.table.units, groups, step, has_out=has_out)
 
     def windows_of(
-        self, unit: Unit, groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
+        self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True
     ) -> Generator[Window, None, None]:
-        """The windows of one unit."""
-        yield from self._walk((unit,), groups, step, has_out=has_out)
+        """The windows of some units."""
+        yield from self._walk(units, groups, step, has_out=has_out)
 
     def _walk(
         self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], step: int, *, has_out: bool = True

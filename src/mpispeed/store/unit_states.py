@@ -10,6 +10,8 @@ import torch
 from mpispeed.store.placement import REPLICATED, Placement
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mpispeed.mesh.mesh import Topology
 
 DATA_AXES = ("data",)
@@ -54,6 +56,7 @@ class UnitStates:
         wire: dtype of gradients in messages.
         master_is_param: masters are (a slice of) the parameters and have no memory of their own.
         is_coded: shards of parameters rest as 8-bit codes, and are gathered so.
+        slots: names of the optimizer's states, where units differ in them; None: all that the optimizer has.
         differs_over_data: ranks of the data axis may have parameters of their own; follows from `partial`.
     """
 
@@ -71,10 +74,15 @@ class UnitStates:
     wire: torch.dtype = torch.float32
     master_is_param: bool = False
     is_coded: bool = False
+    slots: tuple[str, ...] | None = None
     differs_over_data: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "differs_over_data", self.partial != DATA_AXES)
+
+    def slots_among(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the optimizer's states that the unit has."""
+        return tuple(name for name in names if self.slots is None or name in self.slots)
 
     @classmethod
     def of(

@@ -173,7 +173,7 @@ def test_states_of_other_optimizers_may_not(kind):
     settings = {"optimizer": {"type": kind}, **in_files(offload_optimizer={})}
     with pytest.raises(
         ConfigError,
-        match=rf'optimizer\.type: "{kind}" cannot keep .* Adagrad, Lion, Lamb, SGD, .* Rprop, or set .* cpu',
+        match=rf'optimizer\.type: "{kind}" cannot keep .* Adagrad, Lion, Lamb, Muon, SGD, .* Rprop, or set .* cpu',
     ):
         load(settings)
     settings["zero_optimization"]["offload_optimizer"]["device"] = "cpu"

@@ -137,7 +137,8 @@ def test_whole_windows_are_bitwise_torch(name: str, params: dict[str, Any]) -> N
 
 
 def test_muon_sees_matrices() -> None:
-    rule, defaults = build("Muon", {"lr": 0.1})
+    rule = Foreign(torch.optim.Muon, {"lr": 0.1})
+    defaults = dict(rule.defaults)
     master, grad = values(0)[0], values(1)[0]
     parameter = nn.Parameter(master.clone())
     parameter.grad = grad.clone()
@@ -148,7 +149,8 @@ def test_muon_sees_matrices() -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_cuts_are_refused_where_shape_matters(name: str) -> None:
-    rule, defaults = build(name, {})
+    rule = Foreign(getattr(torch.optim, name))
+    defaults = dict(rule.defaults)
     assert rule.is_elementwise is False
     window = Window(torch.ones(4), torch.ones(4), {}, defaults, 1, key=(0, 0, 0))
     with pytest.raises(ConfigError, match="whole parameters"):

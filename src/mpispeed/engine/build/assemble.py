@@ -25,6 +25,8 @@ from mpispeed.engine.build.stores import shard
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
 from mpispeed.engine.layerwise import LayerwiseUpdate
+from mpispeed.engine.matrix_groups import slots_apart, split_groups
+from mpispeed.engine.matrix_update import MatrixUpdate
 from mpispeed.engine.plan_parts import choose_reducer, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.exchange.making import Making
@@ -33,7 +35,7 @@ from mpispeed.optim import mup
 from mpispeed.optim.choice import TESTED_FOR_CUTS, build, rule_of
 from mpispeed.optim.exchange import Drifts
 from mpispeed.optim.foreign import Foreign
-from mpispeed.optim.rule import Layerwise, Rule
+from mpispeed.optim.rule import Layerwise, Matrixwise, Rule
 from mpispeed.optim.schedule import build_schedule
 from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
@@ -79,13 +81,14 @@ def assemble(
     scaler = make_scaler(plan.config, plan.mixed, goes_on=plan.outlasts_overflows)
     check_rule(plan, rule, rule.name if rule is not None else "")
     slots = rule.state_names if rule is not None else ()
-    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule)
+    apart = slots_apart(rule, groups)
+    require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule, slots_of=apart)
     sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
     if mesh["pipe"].size > 1:
         problem = sharing.find_unlike(model, kinds, group_of)
         mesh.world.comm.agree(not problem, problem, ConfigError)
     sharing.equalise([*model.parameters()], kinds)
-    sharding = shard(plan, mesh, model, group_of, slots, own_masters=isinstance(rule, Drifts))
+    sharding = shard(plan, mesh, model, group_of, slots, own_masters=isinstance(rule, Drifts), slots_of=apart)
     table, params = sharding.table, sharding.params
     if not isinstance(model, PipelineModule):  # a pipeline's schedule decides how many micro-batches are kept
         configure_recomputation(plan, mesh)
@@ -97,7 +100,8 @@ def assemble(
     if rule is not None:
         optimization, update_windows = _optimize(plan, mesh, model, sharding, scaler, counters, rule, groups, basic)
         scheduler = _make_scheduler_or_unhook(plan, optimization, sharding, lr_scheduler)
-        steps = step_parts(plan, mesh, params, scaler, counters, optimization, update_windows, sharing)
+        update = _make_update(plan, mesh, model, params, optimization, update_windows)
+        steps = step_parts(plan, mesh, params, scaler, counters, optimization, update, sharing)
     buffers = Buffers.of(model, mesh["data"])
     leads = optimization is not None and lead.is_kept(plan, mesh, model, params, scaler, optimization)
     run = updates.Updates(
@@ -200,7 +204,10 @@ def choose_rule(
         name = type(optimizer).__name__
     elif plan.optimizer_name is not None:
         rule, defaults = build(plan.optimizer_name, plan.optimizer_params)
-        groups = make_groups(model, model_parameters, defaults)
+        if isinstance(rule, Matrixwise):
+            groups = split_groups(model, make_groups(model, model_parameters, {}), rule)
+        else:
+            groups = make_groups(model, model_parameters, defaults)
         name = rule.name
     else:
         return None, [], None
@@ -283,10 +290,10 @@ def _check_cuts(plan: Plan, rule: Rule, name: str, client: torch.optim.Optimizer
     is_known = not isinstance(rule, Foreign) or client is None or type(client) is getattr(torch.optim, name, None)
     is_tested = rule.name in TESTED_FOR_CUTS and is_known
     require_whole(plan, rule, name)
-    if rule.is_elementwise is False and not isinstance(rule, Layerwise) and plan.axes.get("model", 1) > 1:
+    if rule.is_elementwise is False and not isinstance(rule, Layerwise | Matrixwise) and plan.axes.get("model", 1) > 1:
         text = f"optimizer {name} looks at whole tensors; of layers that are cut over ranks it sees slices"
         logs.once(log, logging.WARNING, text)
-    if plan.states.master.is_replicated or is_tested or isinstance(rule, Layerwise):
+    if plan.states.master.is_replicated or is_tested or isinstance(rule, Layerwise | Matrixwise):
         return
     if rule.is_elementwise is False:
         clips = client is not None and any(group.get("max_grad_norm") for group in client.param_groups)
@@ -405,7 +412,7 @@ def step_parts(
     scaler: LossScale,
     counters: Counters,
     optimization: Optimization,
-    update_windows: UpdateWindows,
+    update: step.Update,
     sharing: Sharing,
 ) -> list[step.StepPart]:
     """The parts of a step in their order; see `engine/step.py`."""
@@ -419,7 +426,7 @@ def step_parts(
         step.AdjustScale(scaler, mesh, grads),
         step.ScaleAndClip(plan.gradient_clipping),
         *exchanging[:1],
-        _make_update(mesh, params, optimization, update_windows),
+        update,
         *exchanging[1:],
         step.Publish(params),
         step.ClearGrads(grads),
@@ -427,10 +434,17 @@ def step_parts(
 
 
 def _make_update(
-    mesh: Mesh, params: ParamStore, optimization: Optimization, update_windows: UpdateWindows
+    plan: Plan,
+    mesh: Mesh,
+    model: nn.Module,
+    params: ParamStore,
+    optimization: Optimization,
+    update_windows: UpdateWindows,
 ) -> step.Update:
     rule, groups, optimizer = optimization.rule, optimization.groups, optimization.facade
     has_parts = params.table.shards_masters or mesh["model"].size > 1
     if isinstance(rule, Layerwise) and has_parts:
         return LayerwiseUpdate(mesh, rule, update_windows, groups, optimizer, params)
+    if isinstance(rule, Matrixwise):
+        return MatrixUpdate(plan, mesh, model, rule, update_windows, groups, optimizer, params)
     return step.Update(mesh, rule, update_windows, groups, optimizer)

@@ -56,8 +56,8 @@ def check_rule(plan: Plan, rule: Rule | None, name: str) -> None:
     if swapped and isinstance(rule, KeepsState):
         msg = (
             f"optimizer {name} keeps its state in objects of its own and updates all parameters at once, so that they "
-            f"have to be in memory, and {' and '.join(swapped)} is nvme; use Adam, AdamW, Adagrad, Lion, Lamb or SGD "
-            "by name in the config, a class of torch.optim itself that works element by element and has no hooks, "
+            f"have to be in memory, and {' and '.join(swapped)} is nvme; use Adam, AdamW, Adagrad, Lion, Lamb, Muon or "
+            "SGD by name in the config, a class of torch.optim itself that works element by element and has no hooks, "
             "or device cpu"
         )
         raise ConfigError(msg)

@@ -39,13 +39,16 @@ def shard(
     slots: Sequence[str] = (),
     *,
     own_masters: bool = False,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
 ) -> Sharding:
     """Take over the parameters of `model`, sharded and on tiers as the plan says; `slots` name the optimizer's states.
+
+    `slots_of` is as for `plan.units.deal_units`.
 
     Collective over: all ranks.
     """
     zero = plan.config.zero_optimization
-    table = deal_units(plan, model, group_of, own_masters=own_masters)
+    table = deal_units(plan, model, group_of, own_masters=own_masters, slots_of=slots_of)
     if plan.placing.distinct:
         require_alike(table, mesh)
     with ExitStack() as undo:

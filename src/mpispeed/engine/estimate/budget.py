@@ -146,7 +146,9 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         states, master, gradients = unit.states, params.stored_master(unit), shards.stored(unit)[0]
         own = 0 if states.master_is_param else master.memory_bytes + master.file_bytes
         add("masters", states.master.tier, own)
-        add("optimizer state", states.master.tier, master.numel * facts.state_bytes * states.full.itemsize // 4)
+        add(
+            "optimizer state", states.master.tier, master.numel * facts.state_bytes_of(unit) * states.full.itemsize // 4
+        )
         add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
         for what, count_bytes in facts.exchange.held(facts, unit):
             add(what, update_tier(unit), count_bytes)
@@ -178,7 +180,9 @@ def _saved_bytes(facts: EstimateInputs, unit: Unit) -> int:
     compute, master = unit.states.compute, unit.states.full
     if not unit.is_trainable:
         return part * compute.itemsize
-    return part * (master.itemsize + facts.state_bytes * master.itemsize // 4) + facts.exchange.saved_bytes(facts, unit)
+    return part * (master.itemsize + facts.state_bytes_of(unit) * master.itemsize // 4) + facts.exchange.saved_bytes(
+        facts, unit
+    )
 
 
 def _outside_bytes(facts: EstimateInputs) -> int:

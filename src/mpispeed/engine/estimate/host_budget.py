@@ -44,6 +44,7 @@ def predict_host(
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
     rule: Rule | None = None,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
 ) -> dict[str, int]:
     """Predicted host memory of one rank while it trains, states and buffers by kind. Units: bytes.
 
@@ -56,11 +57,12 @@ def predict_host(
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
         rule: the optimizer, where `slots` are given; None: one whose gradients are summed.
+        slots_of: as for `plan.units.deal_units`, where `slots` are given.
 
     Raises:
         ConfigError: the plan's optimizer refuses its settings, or buffers are too short for shards of units.
     """
-    facts = gather_inputs(plan, model, group_of=group_of, slots=slots, rule=rule)
+    facts = gather_inputs(plan, model, group_of=group_of, slots=slots, rule=rule, slots_of=slots_of)
     # More than two micro-steps hold no more than two.
     steps = min(facts.micro_steps, 2)
     return predict(replace(facts, is_overlapped=False, micro_steps=steps)).memory_bytes()
@@ -125,6 +127,7 @@ def require_host_budget(
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
     rule: Rule | None = None,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
 ) -> None:
     """Refuse a plan for which some rank lacks host memory, before anything is allocated.
 
@@ -135,6 +138,7 @@ def require_host_budget(
         group_of: as `predict_host`.
         slots: as `predict_host`.
         rule: as `predict_host`.
+        slots_of: as `predict_host`.
 
     Collective over: all ranks.
 
@@ -145,7 +149,7 @@ def require_host_budget(
         limit, found = plan.config.host_memory_limit, read_limits(model)
         # On a CPU all of the prediction is host memory.
         if (limit is not None or found.rlimit is not None) and plan.device.type == "cpu":
-            rows = predict_host(plan, model, group_of=group_of, slots=slots, rule=rule)
+            rows = predict_host(plan, model, group_of=group_of, slots=slots, rule=rule, slots_of=slots_of)
             problem = check_host_budget(rows, limit, mapped=found.mapped, rlimit=found.rlimit)
             if problem:
                 raise ConfigError(problem)

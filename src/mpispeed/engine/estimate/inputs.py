@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mpispeed.engine.matrix_groups import groups_of, slots_apart
 from mpispeed.exchange.cost import SUMS_ALONE, ExchangeCost
 from mpispeed.exchange.table import kind_of
 from mpispeed.mesh.dry import DryWorld
@@ -76,6 +77,10 @@ class EstimateInputs:
             places["pipe"] = model.stage_id
         return Mesh(topology, DryWorld(topology.rank(**places), topology.size))
 
+    def state_bytes_of(self, unit: Unit) -> int:
+        """Bytes of optimizer states for each fp32 element of a unit."""
+        return self.state_bytes if unit.states.slots is None else 4 * len(unit.states.slots_among(self.slots))
+
     def span(self, unit: Unit, placement: Placement) -> int:
         """Elements of a unit's flat buffer that one rank holds."""
         return unit.layout.padded // math.prod(self.topology.group_size(axis) for axis in placement.axes)
@@ -98,6 +103,7 @@ def gather_inputs(
     group_of: Mapping[int, int] | None = None,
     slots: Sequence[str] | None = None,
     rule: Rule | None = None,
+    slots_of: Mapping[int, tuple[str, ...]] | None = None,
 ) -> EstimateInputs:
     """Read the inputs of a prediction off a plan and a model.
 
@@ -108,6 +114,7 @@ def gather_inputs(
         group_of: parameter group index by `id` of the parameter; all trainable parameters by default.
         slots: names of the optimizer's flat state tensors; by default those of the plan's optimizer, or Adam's.
         rule: the optimizer, where `slots` are given; None: one whose gradients are summed.
+        slots_of: as for `plan.units.deal_units`; by default as the plan's optimizer has them.
 
     Raises:
         ConfigError: the optimizer is unknown, refuses its settings, or is one that the plan rules out.
@@ -118,7 +125,8 @@ def gather_inputs(
         names, state_bytes = tuple(slots), 4 * len(slots)
     exchange = kind_of(rule).cost(plan, rule)
     trained = _all_trainable(model) if group_of is None else group_of
-    table = deal_units(plan, model, trained, own_masters=exchange.own_masters)
+    apart = slots_apart(rule, groups_of(model, rule)) if slots is None else slots_of
+    table = deal_units(plan, model, trained, own_masters=exchange.own_masters, slots_of=apart)
     mark_leaves_by_threshold(model, plan.config.zero_optimization.module_granularity_threshold)
     return EstimateInputs(
         plan=plan,

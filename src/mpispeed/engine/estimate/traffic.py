@@ -64,7 +64,7 @@ def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """States to the optimizer and back, and updated parameters to their tier."""
     span = facts.span(unit, unit.states.master)
     compute, master, runs = unit.states.compute, unit.states.full, update_tier(unit)
-    states = {"optimizer state": facts.state_bytes * master.itemsize // 4}
+    states = {"optimizer state": facts.state_bytes_of(unit) * master.itemsize // 4}
     if unit.states.master_is_param:
         move("updated parameters", unit.states.param.tier, runs, span * compute.itemsize)
     else:

@@ -81,7 +81,10 @@ class Kept:
             rows = parts.mesh["data"].gather_objects(own) if is_apart else [own]
             found._add_rows([row for part in rows for row in part])
         else:
-            found.slots = {place.entry.name: set(rule.state_names) for _, place in parts.table.places()}
+            found.slots = {
+                place.entry.name: set(place.unit.states.slots_among(rule.state_names))
+                for _, place in parts.table.places()
+            }
             return found
         if parts.mesh["pipe"].size > 1:
             stages = parts.mesh["pipe"].gather_objects(found.to_tree() | {"slots": found.slots})

@@ -34,7 +34,7 @@ from mpispeed.engine.state.group_match import matched
 from mpispeed.engine.state.rule_numbers import read_numbers
 from mpispeed.engine.state.weights import load_by
 from mpispeed.exchange.saved import NAMES_SHOWN, Loading
-from mpispeed.optim.rule import MASK, KeepsCounts, KeepsNumbers, KeepsState
+from mpispeed.optim.rule import MASK, KeepsCounts, KeepsNumbers, KeepsState, Matrixwise
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.store.layout import Span
 
@@ -433,7 +433,10 @@ def _fill_states(parts: Parts, source: Checkpoint, saved: dict[str, Any], whole:
     if optimization is None:
         return fresh
     rule = optimization.rule
-    needed = [rule.slots_of(g) if isinstance(rule, KeepsCounts) else rule.state_names for g in optimization.groups]
+    needed = [
+        rule.slots_of(g) if isinstance(rule, KeepsCounts | Matrixwise) else rule.state_names
+        for g in optimization.groups
+    ]
     restorer = Restorer(parts, whole, source, saved) if isinstance(rule, KeepsCounts) else None
     for unit in parts.table.units:
         for slot, holder in optimization.states.tensors(unit).items():

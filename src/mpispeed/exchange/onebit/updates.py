@@ -152,7 +152,7 @@ class OneBitUpdates(ExchangeStrategy):
         self, unit: Unit, step: int, call: Callable[..., None], values: torch.Tensor, *, has_out: bool = True
     ) -> None:
         """Call `call(window, its part of values, threads=...)` for all windows of a unit. Shapes: values [padded]."""
-        windows = self._update_windows.windows_of(unit, list(self.groups), step, has_out=has_out)
+        windows = self._update_windows.windows_of((unit,), list(self.groups), step, has_out=has_out)
         threads = self.coder.compressor.comm.group.threads
         with self.coder.momenta.together(), closing(windows):
             for window in windows:
