@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """The sum of the leaves from `index << level` on, as many as `1 << level` or up to the last one."""
+    """The sum of the leaves from `number << level` on, as many as `1 << level` or up to the last one."""
 
     level: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class LeafTree:
 
     def risen(self, node: Node) -> Node:
         """The highest node with the same sum: a last one without a neighbour passes up."""
-        level, index = node
-        while self._counts[level] > 1 and not index & 1 and index == self._counts[level] - 1:
-            level, index = level + 1, index >> 1
-        return Node(level, index)
+        level, number = node
+        while self._counts[level] > 1 and not number & 1 and number == self._counts[level] - 1:
+            level, number = level + 1, number >> 1
+        return Node(level, number)
 
     def cover(self, leaves: Iterable[int]) -> tuple[Subtree, ...]:
         """The fewest complete subtrees that have exactly these leaves, in the order of the leaves."""
@@ -69,14 +69,14 @@ class Forest(Generic[T]):
     def add(self, node: Node, value: T) -> None:
         """Take the sum of a subtree that has no leaf of those taken before."""
         node = self._tree.risen(node)
-        while (other := self._sums.pop(Node(node.level, node.index ^ 1), None)) is not None:
-            value = self._join(other, value) if node.index & 1 else self._join(value, other)
-            node = self._tree.risen(Node(node.level + 1, node.index >> 1))
+        while (other := self._sums.pop(Node(node.level, node.number ^ 1), None)) is not None:
+            value = self._join(other, value) if node.number & 1 else self._join(value, other)
+            node = self._tree.risen(Node(node.level + 1, node.number >> 1))
         self._sums[node] = value
 
     def items(self) -> list[tuple[Node, T]]:
         """The sums, in the order of their leaves."""
-        return sorted(self._sums.items(), key=lambda item: item[0].index << item[0].level)
+        return sorted(self._sums.items(), key=lambda item: item[0].number << item[0].level)
 
     def pop(self, node: Node) -> T:
         """Give a sum away."""

@@ -252,7 +252,7 @@ class SlotSums(SumGradients):
             out = right
         elif left.dtype != wide:
             out = self._shards.arena.take(left.numel(), wide, on_host=left.device.type == "cpu")
-        self._sum(out, (left, right))
+        self._join_all(out, (left, right))
         for value in (left, right):
             if value is not out:
                 self._give(growing, value)
@@ -264,7 +264,7 @@ class SlotSums(SumGradients):
         else:
             self._shards.arena.give(value)
 
-    # -- the end of an update, where each rank has sums of its own slots -----------------------------------------------
+    # -- the end of an update, where each rank has sums of its own slots ---------------------------------------------
 
     def _meet(self, unit: Unit, growing: _Growing, target: torch.Tensor) -> None:
         """Finish the tree of each range on its owner, and leave what this rank needs of it in `target`."""
@@ -299,7 +299,7 @@ class SlotSums(SumGradients):
         piece, wide = unit.layout.padded // comm.size, _wide(unit.states.wire)
 
         def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            self._sum(left, (left, right))
+            self._join_all(left, (left, right))
             return left
 
         forest: Forest[torch.Tensor] = Forest(leaves.tree, join)
@@ -325,7 +325,7 @@ class SlotSums(SumGradients):
                 forest.add(subtree.node, part)
         return forest.pop(leaves.tree.root)
 
-    # -- ranges and their owners -----------------------------------------------------------------------------------------
+    # -- ranges and their owners -------------------------------------------------------------------------------------
 
     def _by_rank(self, unit: Unit, full: torch.Tensor, borrowed: _Borrowed) -> torch.Tensor:
         """`full` with the ranges of its owners in the order of the ranks: itself, or a copy."""
@@ -347,14 +347,14 @@ class SlotSums(SumGradients):
         """Write the sum of `parts` in their order, times the scale of roots, into `target`, rounded once."""
         factor = self._scale if scale is None else scale
         if parts[0].device == target.device and receives(target.dtype, parts[0].dtype):
-            self._sum(target, parts, factor)
+            self._join_all(target, parts, factor)
             return
         with _Borrowed(self._shards.arena) as borrowed:
             total = borrowed.take(target.numel(), _wide(parts[0].dtype), like=parts[0])
-            self._sum(total, parts, factor)
+            self._join_all(total, parts, factor)
             target.copy_(total)
 
-    def _sum(self, out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    def _join_all(self, out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0) -> None:
         """The tree of `parts`, which have one dtype, times `scale`; nothing happens on meta."""
         if out.device.type == "meta":
             return

@@ -272,8 +272,8 @@ class Parts:
         if self.plan.slots is not None and self.plan.with_batch(batch).slots != self.plan.slots:
             msg = (
                 f'reduction "invariant": another number of micro-batches of a step ({batch.triple} for (train_batch_'
-                f"size, micro-batch size, accumulation steps), instead of {self.plan.batch.triple}) is another run; set "
-                "train_batch_size in the config"
+                f"size, micro-batch size, accumulation steps), instead of {self.plan.batch.triple}) is another run; "
+                "set train_batch_size in the config"
             )
             raise ConfigError(msg)
         self.plan = self.plan.with_batch(batch)
