@@ -40,13 +40,16 @@ def _rows(config: Config) -> Iterator[tuple[str, str, str, str]]:
     if zero.mics_shard_size > 0:
         why = "sums inside groups of ranks come before those between groups"
         yield f"{_ZERO}.mics_shard_size", f"{zero.mics_shard_size}", why, f"use {_ZERO}.zero_hpz_partition_size"
-    kind = ((config.optimizer.type if config.optimizer else "") or "").lower()
-    if kind in known.ONEBIT:
-        why = "each rank compresses what it has"
-        yield "optimizer.type", show(config.optimizer.type if config.optimizer else ""), why, "use Adam or AdamW"
-    if kind == "lamb" and zero.stage:
-        why = f"norms of parameters are added up from the parts of ranks at {_ZERO}.stage {zero.stage}"
-        yield "optimizer.type", '"Lamb"', why, f"set {_ZERO}.stage to 0, use AdamW"
+    yield from _optimizers(config)
     if config.pipeline.schedule in ("zb-h1", "interleaved"):
         why = "gradients of several micro-batches arrive at once"
         yield "pipeline.schedule", show(config.pipeline.schedule), why, "use 1f1b or gpipe"
+
+
+def _optimizers(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    name, stage = (config.optimizer.type if config.optimizer else "") or "", config.zero_optimization.stage
+    if name.lower() in known.ONEBIT:
+        yield "optimizer.type", show(name), "each rank compresses what it has", "use Adam or AdamW"
+    if name.lower() == "lamb" and stage:
+        why = f"norms of parameters are added up from the parts of ranks at {_ZERO}.stage {stage}"
+        yield "optimizer.type", show(name), why, f"set {_ZERO}.stage to 0, use AdamW"

@@ -101,6 +101,9 @@ class SlotSums(SumGradients):
     else each rank keeps a forest of its own slots, and sends it to owners at the end. Ranks whose slots complete one
     subtree send one sum; a rank with several subtrees sends each of them, and nothing for those that it has not.
     Slots that never came are zeros.
+
+    Attributes:
+        peak_bytes: most bytes of `held_bytes`; counted on meta.
     """
 
     keeps_buckets = True
@@ -128,7 +131,7 @@ class SlotSums(SumGradients):
         self._units: dict[int, _Growing] = {}
         self._kinds: dict[tuple[str, ...], Leaves] = {}
         self._orders: dict[tuple[object, ...], tuple[int, ...] | None] = {}
-        self._passes = 0
+        self._passes = self.peak_bytes = 0
 
     def begin_backward(self, *, is_again: bool) -> None:
         """As in `UnitExchange`.
@@ -166,6 +169,8 @@ class SlotSums(SumGradients):
             growing = self._units[unit.index] = self._begin(unit)
         if reduction.bucket is not None:
             self._add(unit, growing, reduction.bucket)
+        if self._shards.arena.device.type == "meta":
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if not reduction.completes:
             return
         while growing.taken < self._leaves(unit).micro_steps:
