@@ -31,10 +31,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        blocks = (
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(DEPTH)
+        inner = 4 * WIDTH
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)) for _ in range(DEPTH)
         )
-        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Shapes: x [rows, WIDTH]."""

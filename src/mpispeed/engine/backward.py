@@ -108,8 +108,8 @@ class Accumulation:
                 "others count as zeros in the mean",
             )
 
-    def check_factor(self, *, scale_wrt_gas: bool) -> None:
-        """Refuse losses that the caller divides, where nothing is divided before the sum.
+    def divide(self, loss: Any, *, scale_wrt_gas: bool) -> tuple[Any, Any, int]:
+        """The loss as it counts in the mean, the one to go back from, and the number that divided this.
 
         Raises:
             UsageError: `scale_wrt_gas` is False.
@@ -121,6 +121,9 @@ class Accumulation:
                 "mean loss of each micro-batch"
             )
             raise UsageError(msg)
+        steps = self.steps if scale_wrt_gas and not self.is_local else 1
+        mean = scale_loss(loss, steps)
+        return (mean, loss, 1) if self.is_undivided else (mean, mean, steps)
 
     def require_summed(self) -> None:
         """Refuse an update inside of `no_sync`.

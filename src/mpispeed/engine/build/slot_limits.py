@@ -1,4 +1,4 @@
-"""What `reduction` "invariant" cannot do with a model, or with an optimizer that a script brings."""
+"""Limits of `reduction` "invariant": models, and optimizers that a script brings, whose bits depend on ranks."""
 
 from __future__ import annotations
 
