@@ -11,6 +11,7 @@ from mpispeed.base.unused_params import find_ineffective as unused
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
+from mpispeed.config.invariant import check_invariant
 from mpispeed.config.keywords import check_optimizer, check_schedule
 from mpispeed.config.mixed import cast_dtype, check_mixed
 from mpispeed.config.offload import OffloadParam
@@ -376,6 +377,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_compression,
     _check_weight_bits,
     _check_trace,
+    check_invariant,
 )
 
 

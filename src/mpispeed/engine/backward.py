@@ -78,10 +78,14 @@ class Counters:
 
 
 class Accumulation:
-    """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`."""
+    """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`.
 
-    def __init__(self, steps: int, counters: Counters) -> None:
-        self.steps, self._counters = steps, counters
+    Attributes:
+        is_undivided: losses are not divided by `steps`: the sum of their gradients is, at its end.
+    """
+
+    def __init__(self, steps: int, counters: Counters, *, is_undivided: bool = False) -> None:
+        self.steps, self._counters, self.is_undivided = steps, counters, is_undivided
         self.override: bool | None = None
         self.is_local = False
 
@@ -103,6 +107,23 @@ class Accumulation:
                 f"{backwards} backward passes for {steps} micro-batches of an update; the gradients of the "
                 "others count as zeros in the mean",
             )
+
+    def divide(self, loss: Any, *, scale_wrt_gas: bool) -> tuple[Any, Any, int]:
+        """The loss as it counts in the mean, the one to go back from, and the number that divided this.
+
+        Raises:
+            UsageError: `scale_wrt_gas` is False.
+        """
+        if self.is_undivided and not scale_wrt_gas:
+            msg = (
+                'reduction "invariant": engine.backward(scale_wrt_gas=False) asks that the caller divides losses, but '
+                "the sum over all micro-batches is divided once, at its end; leave the argument out, and give the "
+                "mean loss of each micro-batch"
+            )
+            raise UsageError(msg)
+        steps = self.steps if scale_wrt_gas and not self.is_local else 1
+        mean = scale_loss(loss, steps)
+        return (mean, loss, 1) if self.is_undivided else (mean, mean, steps)
 
     def require_summed(self) -> None:
         """Refuse an update inside of `no_sync`.
@@ -285,7 +306,8 @@ class DirectBackward:
             _check_scale(self._scaler.scale)
             is_local, steps = self._accumulation.is_local, self._accumulation.steps
             is_due = self._accumulation.is_gradient_accumulation_boundary()
-            factor = divisor_in_force() / (1 if is_local else steps)  # another engine may have divided the loss
+            steps = 1 if is_local or self._accumulation.is_undivided else steps
+            factor = divisor_in_force() / steps  # another engine may have divided the loss
             grads.begin_backward(reduces=is_due and not is_local, factor=factor)
             if self._clock.entering is not None:
                 self._clock.entering("backward")

@@ -13,7 +13,7 @@ from mpispeed.base.errors import MpispeedError
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
 from mpispeed.engine import delegation
-from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scaled, divided, require_scalar, scale_loss
+from mpispeed.engine.backward import Accumulation, DirectBackward, backward_scaled, divided, require_scalar
 from mpispeed.engine.build.loaders import Loaders
 from mpispeed.engine.build.parts import Parts
 from mpispeed.engine.composition import Composition, compose
@@ -134,17 +134,16 @@ class Engine(Getters):
         own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
-        steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
         require_scalar(loss, "engine.backward", "sum or average it first, or call its own backward(gradient)")
         parts.features.before_backward(loss)
-        loss = scale_loss(loss, steps)
+        mean, loss, steps = own.accumulation.divide(loss, scale_wrt_gas=scale_wrt_gas)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and allreduce_gradients and not is_local)
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
-        own.updates.losses.append(start_reading(loss))
+        own.updates.losses.append(start_reading(mean))
         parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
-        return loss
+        return mean
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary reduce, clip, update and advance the schedule.

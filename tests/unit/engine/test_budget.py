@@ -322,7 +322,17 @@ def test_prediction_is_what_engines_measure(ranks, stage, accumulation, dtype, i
     check_engine(ranks, stage, accumulation, dtype, is_overlapped=is_overlapped)
 
 
-def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None, is_frozen=False, **zero):
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation"), [(1, 1, 3), (2, 0, 3), (2, 1, 4), (2, 3, 2), (3, 0, 1), (3, 1, 3), (3, 2, 2)]
+)
+def test_prediction_of_sums_by_slots_is_what_engines_measure(ranks, stage, accumulation):
+    """One sum of a rank, several of a rank, and slots that go to their owners in turn."""
+    check_engine(ranks, stage, accumulation, "bf16", is_overlapped=False, is_invariant=True)
+
+
+def check_engine(
+    ranks, stage, accumulation, dtype, *, is_overlapped, node=None, is_frozen=False, is_invariant=False, **zero
+):
     assert LENGTH  # the data's; widths below make units of different sizes
     source = config(stage, BATCH, accumulation, dtype=dtype, **WARM)
     limits = {
@@ -331,6 +341,10 @@ def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None,
         "stage3_prefetch_bucket_size": 8000,
     }
     source["zero_optimization"] |= {"overlap_comm": is_overlapped, **limits, **zero}
+    if is_invariant:
+        micro = BATCH // ranks // accumulation
+        source |= {"reduction": "invariant", "train_micro_batch_size_per_gpu": micro}
+        source["train_batch_size"] = micro * ranks * accumulation
     held, scratch, sent, calls = measure(source, ranks, is_frozen=is_frozen)
     plan = make_plan(validate(source).config, ranks, torch.float32, ranks_per_node=node)
     budget = predict(gather_inputs(plan, on_meta(is_frozen=is_frozen)))
@@ -339,7 +353,8 @@ def check_engine(ranks, stage, accumulation, dtype, *, is_overlapped, node=None,
     assert {verb: budget.sent_bytes(verb) for verb in verbs} == {verb: sent.get(verb, 0) for verb in verbs}
     counted = {verb: sum(row.messages for row in budget.sent if row.verb == verb) for verb in verbs}
     assert counted == {verb: calls[verb] if sent[verb] else 0 for verb in verbs}
-    predicted = budget.bytes_of("gathered parameters") + budget.bytes_of("gradient buckets")
+    kinds = "gathered parameters", "gradient buckets", "sums of micro-batches"
+    predicted = sum(map(budget.bytes_of, kinds))
     assert bool(budget.lag_bytes) <= is_overlapped
     if is_overlapped:  # how many sums are waiting depends on time; the prediction is the most there can be
         assert scratch <= predicted

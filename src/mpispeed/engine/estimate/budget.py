@@ -104,12 +104,14 @@ def predict(facts: EstimateInputs) -> Budget:
     outcome = rehearse(facts)
     prompt = outcome
     if facts.is_overlapped and facts.table.shards_grads:  # more than two micro-steps hold no more than two
-        prompt = rehearse(replace(facts, is_overlapped=False, micro_steps=min(facts.micro_steps, 2)))
+        enough = facts.micro_steps if facts.plan.slots is not None else min(facts.micro_steps, 2)
+        prompt = rehearse(replace(facts, is_overlapped=False, micro_steps=enough))
     params, gathered_bytes = outcome.params, outcome.gathered_bytes
     held = [*_held_at_rest(facts, outcome), *_buffers(facts, outcome)]
     held.append(Held("pieces of updated parameters", Tier.DEVICE, params.collector.arena.owned_bytes))
     held.append(Held("gathered parameters", Tier.DEVICE, gathered_bytes))
-    held.append(Held("gradient buckets", Tier.DEVICE, outcome.scratch_bytes - gathered_bytes))
+    held.append(Held("sums of micro-batches", Tier.DEVICE, outcome.slot_bytes))
+    held.append(Held("gradient buckets", Tier.DEVICE, outcome.scratch_bytes - gathered_bytes - outcome.slot_bytes))
     sent = {what: _rows(outcome, what) for what in PURPOSES}
     full = [row for rows in sent.values() for row in rows]
     updates = sent.pop("updated parameters")

@@ -28,6 +28,7 @@ from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.prefetch import Prefetcher
 from mpispeed.sharding.quantized import QuantizedReducer
 from mpispeed.sharding.reducers import Listener, PlainReducer, SumChannel
+from mpispeed.sharding.slot_sums import SlotSums
 from mpispeed.sharding.sparse import RowReducer
 from mpispeed.store.arena import Arena
 from mpispeed.store.dry import META, DryTiers
@@ -103,6 +104,7 @@ class Outcome:
         messages: calls of verbs in the last step, by the same keys.
         gathered_bytes: most bytes of full units.
         scratch_bytes: bytes of full units and of buckets.
+        slot_bytes: those of them that sums of slots take, which wait for others of an update.
     """
 
     params: DryParams
@@ -111,6 +113,7 @@ class Outcome:
     messages: Counter[Key]
     gathered_bytes: int = 0
     scratch_bytes: int = 0
+    slot_bytes: int = 0
     error_bytes: int = 0
     error_elements: int = 0
 
@@ -228,6 +231,8 @@ class _DryRun:
             self._step(total)
         out.gathered_bytes = 0 if self._fetcher is None else self._fetcher.tally.peak_bytes
         out.scratch_bytes = out.params.arena.peak_bytes
+        if isinstance(out.grads.exchange, SlotSums):
+            out.slot_bytes = out.grads.exchange.peak_bytes
         for feedback in self._reducer.errors() if isinstance(self._reducer, _QuantizedOnce) else ():
             out.error_bytes += feedback.nbytes
             out.error_elements += feedback.elements
@@ -240,7 +245,8 @@ class _DryRun:
         once = self._fetcher if self._facts.plan.gathers_once else None
         if once is not None:
             once.open(self._cut)
-        count = min(total, MICRO_STEPS)
+        # Sums by slots differ from one micro-step to the next, in what they send and in what they keep.
+        count = total if self._facts.plan.slots is not None else min(total, MICRO_STEPS)
         for micro in range(count):
             self._repeats.weight = params.weight = total - count + 1 if micro == count - 2 else 1
             self._micro_step(None if once is not None else self._fetcher, is_last=micro == count - 1)
