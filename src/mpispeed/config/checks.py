@@ -368,6 +368,20 @@ def _check_weight_bits(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{where}.target_bits", what, "1 and 2 bits are symmetric, and rounded to the nearest")
 
 
+def _check_slots(config: Config) -> Iterator[Problem]:
+    """What cannot be where results may not depend on the ranks; sums have checks of their own."""
+    if config.reduction != "invariant":
+        return
+    cure = "leave it out, or use reduction ordered"
+    if config.elasticity.enabled:
+        what = "changes micro-batches with the ranks, and reduction invariant keeps them"
+        other = f"set {TRAIN_BATCH} and {MICRO_BATCH}: any number of ranks that divides their quotient can go on"
+        yield Problem("elasticity.enabled", what, other)
+    if config.eigenvalue.enabled:
+        what = "looks at the last micro-batches of each rank, and reduction invariant may not depend on the ranks"
+        yield Problem("eigenvalue.enabled", what, cure)
+
+
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_batch,
     _check_precision,
@@ -378,6 +392,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_compression,
     _check_weight_bits,
     _check_trace,
+    _check_slots,
 )
 
 

@@ -78,16 +78,24 @@ class Counters:
 
 
 class Accumulation:
-    """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`."""
+    """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`.
 
-    def __init__(self, steps: int, counters: Counters) -> None:
-        self.steps, self._counters = steps, counters
+    `divides` is False where losses are not divided by the micro-batches, because the sum of all gradients is.
+    """
+
+    def __init__(self, steps: int, counters: Counters, *, divides: bool = True) -> None:
+        self.steps, self._counters, self.divides = steps, counters, divides
         self.override: bool | None = None
         self.is_local = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True from forward to step of the last micro-batch of a global batch."""
         return self._counters.finished_micro_steps + 1 >= self.steps if self.override is None else self.override
+
+    @property
+    def divisor(self) -> int:
+        """What losses are divided by before their backward pass."""
+        return self.steps if self.divides and not self.is_local else 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary by hand; None returns to counting micro-batches."""
@@ -283,9 +291,9 @@ class DirectBackward:
         if not grads.is_open:
             self._require("backward", (Kind.lp_params, Kind.lp_grads))
             _check_scale(self._scaler.scale)
-            is_local, steps = self._accumulation.is_local, self._accumulation.steps
+            is_local = self._accumulation.is_local
             is_due = self._accumulation.is_gradient_accumulation_boundary()
-            factor = divisor_in_force() / (1 if is_local else steps)  # another engine may have divided the loss
+            factor = divisor_in_force() / self._accumulation.divisor  # another engine may have divided the loss
             grads.begin_backward(reduces=is_due and not is_local, factor=factor)
             if self._clock.entering is not None:
                 self._clock.entering("backward")

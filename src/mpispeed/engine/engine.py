@@ -94,7 +94,7 @@ class Engine(Getters):
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
         inputs = parts.casting.inputs(inputs)
         start = parts.clock.now()
-        with parts.sharding.unwinding(), parts.casting.named():
+        with parts.sharding.unwinding(), parts.casting.named(), parts.in_forward():
             output = self.module(*inputs, **kwargs)
         parts.passes.end(output)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
@@ -134,15 +134,17 @@ class Engine(Getters):
         own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
-        steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
+        steps, shown = own.accumulation.divisor if scale_wrt_gas else 1, 1
+        if scale_wrt_gas and not is_local:
+            shown = own.accumulation.steps
         require_scalar(loss, "engine.backward", "sum or average it first")
         parts.features.before_backward(loss)
-        loss = scale_loss(loss, steps)
+        raw, loss = loss, scale_loss(loss, shown)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and allreduce_gradients and not is_local)
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
-            backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
+            backward_scaled(loss if steps == shown else raw, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
-        own.updates.losses.append(start_reading(loss))
+        own.updates.add_loss(start_reading(loss if steps == shown else raw))
         parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
         return loss
 
@@ -179,6 +181,8 @@ class Engine(Getters):
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
         """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
 
+        With `reduction` "invariant" it is the mean of all slots, the same on all ranks.
+
         Args:
             data_iter: yields the model's arguments as a tuple, or one tensor.
             loss_fn: computes the loss from the model's output and the batch; without it the output is the loss.
@@ -195,7 +199,8 @@ class Engine(Getters):
             output = self(*arguments)
             losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
             self.step()
-        return sum(map(float, losses))
+        of_all = self.mpispeed.updates.slot_losses
+        return sum(map(float, losses)) if of_all is None or of_all.mean is None else of_all.mean
 
     # -- accumulation ------------------------------------------------------------------------------------------
 

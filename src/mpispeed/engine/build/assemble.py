@@ -103,7 +103,7 @@ def assemble(
         exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock, leads=leads,
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
-    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters)
+    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters, divides=plan.slots is None)
     if optimization is not None:  # nothing fails after this that would leave the client's object changed
         optimization = _hand_out(optimization, basic, params, counters)
     parts = Parts(
