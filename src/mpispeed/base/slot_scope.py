@@ -1,4 +1,4 @@
-"""Within a slot: a forward pass whose results may not depend on the rank that runs it, so that it may not ask for one."""
+"""Within a slot: a forward pass whose results may not depend on the rank that runs it, which may not ask for it."""
 
 from __future__ import annotations
 

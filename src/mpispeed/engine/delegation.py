@@ -228,8 +228,8 @@ OWN: dict[str, Getter] = {
     "slots": Getter(
         lambda p: _own_slots(p),
         "list[int] | None",
-        "The micro-batches of a global batch that this rank computes in an update, in order, by their numbers among all "
-        'of it, with reduction "invariant"; else None.',
+        "The micro-batches of a global batch that this rank computes in an update, in order, by their numbers among "
+        'all, with reduction "invariant"; else None.',
     ),
 }
 """Values that DeepSpeed's engines do not have; a script cannot set them, and an attribute of the model comes first."""

@@ -266,7 +266,7 @@ class Parts:
     def _set_batch(self, batch: Batch) -> None:
         if self.plan.slots is not None and batch != self.plan.batch:
             msg = (
-                'reduction "invariant" keeps the micro-batches of an update as they are, because seeds and the order of '
+                'reduction "invariant" keeps the micro-batches of an update, because seeds and the order of '
                 f"samples belong to them: {batch.triple} cannot take the place of {self.plan.batch.triple} "
                 "(train_batch_size, micro-batch size, accumulation); begin a run of its own from a checkpoint"
             )
