@@ -11,6 +11,7 @@ from mpispeed.base.unused_params import find_ineffective as unused
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from mpispeed.config.ineffective import find_ineffective
+from mpispeed.config.invariant import check_invariant
 from mpispeed.config.keywords import check_optimizer, check_schedule
 from mpispeed.config.offload import OffloadParam
 from mpispeed.config.problems import Problem, show
@@ -368,20 +369,6 @@ def _check_weight_bits(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{where}.target_bits", what, "1 and 2 bits are symmetric, and rounded to the nearest")
 
 
-def _check_slots(config: Config) -> Iterator[Problem]:
-    """What cannot be where results may not depend on the ranks; sums have checks of their own."""
-    if config.reduction != "invariant":
-        return
-    cure = "leave it out, or use reduction ordered"
-    if config.elasticity.enabled:
-        what = "changes micro-batches with the ranks, and reduction invariant keeps them"
-        other = f"set {TRAIN_BATCH} and {MICRO_BATCH}: any number of ranks that divides their quotient can go on"
-        yield Problem("elasticity.enabled", what, other)
-    if config.eigenvalue.enabled:
-        what = "looks at the last micro-batches of each rank, and reduction invariant may not depend on the ranks"
-        yield Problem("eigenvalue.enabled", what, cure)
-
-
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_batch,
     _check_precision,
@@ -392,7 +379,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _check_compression,
     _check_weight_bits,
     _check_trace,
-    _check_slots,
+    check_invariant,
 )
 
 

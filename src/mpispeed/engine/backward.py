@@ -80,22 +80,18 @@ class Counters:
 class Accumulation:
     """Accumulation boundaries; `override` sets the boundary by hand, `is_local` is True inside `no_sync`.
 
-    `divides` is False where losses are not divided by the micro-batches, because the sum of all gradients is.
+    Attributes:
+        is_undivided: losses are not divided by `steps`: the sum of their gradients is, at its end.
     """
 
-    def __init__(self, steps: int, counters: Counters, *, divides: bool = True) -> None:
-        self.steps, self._counters, self.divides = steps, counters, divides
+    def __init__(self, steps: int, counters: Counters, *, is_undivided: bool = False) -> None:
+        self.steps, self._counters, self.is_undivided = steps, counters, is_undivided
         self.override: bool | None = None
         self.is_local = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True from forward to step of the last micro-batch of a global batch."""
         return self._counters.finished_micro_steps + 1 >= self.steps if self.override is None else self.override
-
-    @property
-    def divisor(self) -> int:
-        """What losses are divided by before their backward pass."""
-        return self.steps if self.divides and not self.is_local else 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary by hand; None returns to counting micro-batches."""
@@ -111,6 +107,20 @@ class Accumulation:
                 f"{backwards} backward passes for {steps} micro-batches of an update; the gradients of the "
                 "others count as zeros in the mean",
             )
+
+    def check_factor(self, *, scale_wrt_gas: bool) -> None:
+        """Refuse losses that the caller divides, where nothing is divided before the sum.
+
+        Raises:
+            UsageError: `scale_wrt_gas` is False.
+        """
+        if self.is_undivided and not scale_wrt_gas:
+            msg = (
+                'reduction "invariant": engine.backward(scale_wrt_gas=False) asks that the caller divides losses, but '
+                "the sum over all micro-batches is divided once, at its end; leave the argument out, and give the "
+                "mean loss of each micro-batch"
+            )
+            raise UsageError(msg)
 
     def require_summed(self) -> None:
         """Refuse an update inside of `no_sync`.
@@ -291,9 +301,10 @@ class DirectBackward:
         if not grads.is_open:
             self._require("backward", (Kind.lp_params, Kind.lp_grads))
             _check_scale(self._scaler.scale)
-            is_local = self._accumulation.is_local
+            is_local, steps = self._accumulation.is_local, self._accumulation.steps
             is_due = self._accumulation.is_gradient_accumulation_boundary()
-            factor = divisor_in_force() / self._accumulation.divisor  # another engine may have divided the loss
+            steps = 1 if is_local or self._accumulation.is_undivided else steps
+            factor = divisor_in_force() / steps  # another engine may have divided the loss
             grads.begin_backward(reduces=is_due and not is_local, factor=factor)
             if self._clock.entering is not None:
                 self._clock.entering("backward")

@@ -134,19 +134,19 @@ class Engine(Getters):
         own.direct.settle()
         if not allreduce_gradients:
             parts.require_whole_grads("engine.backward(allreduce_gradients=False)")
-        steps, shown = own.accumulation.divisor if scale_wrt_gas else 1, 1
-        if scale_wrt_gas and not is_local:
-            shown = own.accumulation.steps
+        own.accumulation.check_factor(scale_wrt_gas=scale_wrt_gas)
+        steps = own.accumulation.steps if scale_wrt_gas and not is_local else 1
         require_scalar(loss, "engine.backward", "sum or average it first")
         parts.features.before_backward(loss)
-        raw, loss = loss, scale_loss(loss, shown)
+        whole, mean = loss, scale_loss(loss, steps)
+        loss, steps = (loss, 1) if own.accumulation.is_undivided else (mean, steps)
         grads.begin_backward(reduces=self.is_gradient_accumulation_boundary() and allreduce_gradients and not is_local)
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
-            backward_scaled(loss if steps == shown else raw, parts.scaler.scale, retain_graph=retain_graph)
+            backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
-        own.updates.add_loss(start_reading(loss if steps == shown else raw))
+        own.updates.add_loss(start_reading(whole if own.accumulation.is_undivided else mean))
         parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
-        return loss
+        return mean
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at a boundary reduce, clip, update and advance the schedule.

@@ -221,8 +221,8 @@ class StageDuties:
                 if tensors:
                     torch.autograd.backward(tensors, list(grads))
             else:
-                divisor = self._micro_batches if parts.accumulation.divides else 1
-                backward_scaled(scale_loss(tensors[0], divisor), parts.scaler.scale)
+                steps = 1 if parts.accumulation.is_undivided else self._micro_batches
+                backward_scaled(scale_loss(tensors[0], steps), parts.scaler.scale)
         parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
 
     def deliver(self, backlog: Backlog) -> None:

@@ -13,6 +13,7 @@ from mpispeed.sharding.grad_shards import GradShards
 from mpispeed.sharding.param_shards import ParamShards
 from mpispeed.sharding.quantized import QuantizedReducer, all_gather_quantized
 from mpispeed.sharding.reducers import Averaging, PlainReducer, SumChannel, SumGradients
+from mpispeed.sharding.slot_sums import Leaves, SlotSums
 from mpispeed.sharding.sparse import RowReducer, find_tables
 from mpispeed.store.placement import Tier
 from mpispeed.store.transfers import all_gather_into
@@ -81,6 +82,14 @@ def make_sums(
     # From the plan: all ranks make a channel, also a stage with nothing to train. Dry runs move nothing.
     is_copied = tiers.device.type not in ("cpu", "meta") and plan.states.grad.tier is not Tier.DEVICE
     channel = SumChannel.of(mesh, is_overlapped=plan.is_overlapped, wait=wait, is_copied=is_copied)
+    slots = plan.slots
+    if slots is not None:
+        passes = slots.per_rank if plan.axes["pipe"] == 1 else None
+
+        def leaves_of(axes: tuple[str, ...]) -> Leaves:
+            return Leaves(slots.leaves_of(mesh["data"].size // mesh[axes].size))
+
+        return shards, SlotSums(shards, channel.mesh, slots.scale, leaves_of, passes=passes), channel
     averaging = Averaging.of(mesh["data"].size, is_prescaled=plan.is_prescaled, predivide=plan.predivide)
     return shards, SumGradients(shards, channel.mesh, averaging, reducer=reducer), channel
 

@@ -80,6 +80,34 @@ class Slots:
         """The leaf of its gradient; `part`: place on the sequence axis. Lane by lane, so that runs stay runs."""
         return self.lane(rank, part) * self.blocks + self.block(rank, micro_step)
 
+    @property
+    def scale(self) -> float:
+        """Factor of the sum of the gradients of all slots: their mean, over ranks that share each slot too."""
+        return 1.0 / (self.count * self.sequence)
+
+    def leaves_of(self, distinct: int = 1) -> list[list[int]]:
+        """The leaves of each rank of the data axis, or of every `distinct`-th of them, by micro-step.
+
+        Args:
+            distinct: neighbours on the data axis that have parameters of their own, as experts; each of them has the
+                gradient of all that they compute at once.
+
+        Raises:
+            ConfigError: groups of different sizes do not nest.
+        """
+        if self.lanes % distinct:
+            msg = (
+                f'reduction "invariant": groups of {distinct} ranks with parameters of their own do not nest in those '
+                f"of {self.lanes} ranks that compute together; use sizes of experts that divide each other"
+            )
+            raise ConfigError(msg)
+        found = []
+        for place in range(0, self.ranks * self.sequence, distinct):
+            rank, part = divmod(place, self.sequence)
+            lane = self.lane(rank, part) if distinct == 1 else place % self.lanes // distinct
+            found.append([lane * self.blocks + self.block(rank, step) for step in range(self.per_rank)])
+        return found
+
     def lane(self, rank: int, part: int = 0) -> int:
         """The lane of a rank of the batch axis at a place of the sequence axis."""
         return part * self.together + rank % self.together

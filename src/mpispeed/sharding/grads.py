@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 NAMES_SHOWN = 8
 
+_COMPLETE = (
+    'reduction "invariant": the sums of this update are complete, and another backward pass begins; call engine.step() '
+    "first, or let engine.backward see the boundary of the update (set_gradient_accumulation_boundary)"
+)
+
 
 class UnitExchange(Protocol):
     """The way in which ranks agree on the gradients of single units; `reducers.SumGradients` is the plain one."""
@@ -40,6 +45,10 @@ class UnitExchange(Protocol):
     @property
     def takes_units(self) -> bool:
         """True if units are taken as their gradients come, in the backward pass that was begun last."""
+
+    @property
+    def keeps_buckets(self) -> bool:
+        """True if every bucket is taken as it is, and accumulators have nothing before the last pass."""
 
     def begin_backward(self, *, is_again: bool) -> None:
         """Prepare for one backward pass; `is_again`: gradients of this step have been taken already."""
@@ -89,7 +98,8 @@ class GradStore:
         self.sums = exchange.sums
         self.is_overlapped = channel.is_overlapped
         self._arena, self._channel, self._requires_all = shards.arena, channel, requires_all
-        self._keeps = shards.table.shards_grads  # accumulators are no buckets
+        self._gathers = exchange.keeps_buckets  # sums are whole after the last pass only
+        self._keeps = shards.table.shards_grads or self._gathers  # accumulators are no buckets
         self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
         self._backlog = Backlog(limit_of(unit.layout.padded for unit in self.table.units))
         self._next = len(self.table.units) - 1
@@ -112,7 +122,10 @@ class GradStore:
             factor: for gradients whose loss was not multiplied by it.
         """
         self._factor = factor
-        self.exchange.begin_backward(is_again=reduces and any(gradient.is_averaged for gradient in self._gradients))
+        is_again = any(gradient.is_averaged for gradient in self._gradients)
+        if is_again and self._gathers:
+            raise UsageError(_COMPLETE)
+        self.exchange.begin_backward(is_again=reduces and is_again)
         reduces = reduces and self.exchange.takes_units
         self.reduces_now = reduces or self._keeps
         self.is_open, self._is_due = True, reduces
@@ -198,7 +211,7 @@ class GradStore:
     def _launch(self, unit: Unit) -> None:
         self._next = unit.index - 1
         self._settle(unit)  # of the previous micro-step
-        completes = self._is_due or not unit.states.last_sum
+        completes = self._is_due or not (unit.states.last_sum or self._gathers)
         reduction = self._gradients[unit.index].launch(keeps=self._keeps, completes=completes)
         squares = completes and self._is_due
         self._run(unit, reduction, lambda: self.exchange.take(unit, reduction, squares=squares))

@@ -356,6 +356,7 @@ class SumGradients:
 
     local_grads = False
     takes_units = True
+    keeps_buckets = False
 
     def __init__(
         self, shards: GradShards, channel: Mesh, averaging: Averaging, *, reducer: Reducer | None = None

@@ -21,6 +21,7 @@ from mpispeed.engine.build import lead
 from mpispeed.engine.build.nvme_tiers import check_rule, is_swapping
 from mpispeed.engine.build.parts import Optimization, Parts, Sharding
 from mpispeed.engine.build.recomputing import configure_recomputation
+from mpispeed.engine.build.slot_limits import check_slots
 from mpispeed.engine.build.stores import shard
 from mpispeed.engine.estimate.host_budget import require_host_budget
 from mpispeed.engine.facade import EngineOptimizer, InnerOptimizer, ParameterOffload, StepLink, make_handle
@@ -76,6 +77,7 @@ def assemble(
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     scaler = make_scaler(plan)
     check_rule(plan, rule, rule.name if rule is not None else "")
+    check_slots(plan, rule, model)
     slots = rule.state_names if rule is not None else ()
     require_host_budget(mesh.world.comm, plan, model, group_of=group_of, slots=slots, rule=rule)
     sharing, kinds = Sharing.of(mesh, model), kinds_of(model, mesh["model"].size)
@@ -103,7 +105,7 @@ def assemble(
         exchange=optimization.exchange if optimization is not None else None, buffers=buffers, clock=clock, leads=leads,
     )  # fmt: skip
     casting = Casting(plan.policy.compute, plan.cast_by, plan.casts_inputs)
-    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters, divides=plan.slots is None)
+    accumulation = Accumulation(plan.batch.gradient_accumulation_steps, counters, is_undivided=plan.slots is not None)
     if optimization is not None:  # nothing fails after this that would leave the client's object changed
         optimization = _hand_out(optimization, basic, params, counters)
     parts = Parts(

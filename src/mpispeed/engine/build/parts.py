@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.events import Event
 from mpispeed.base.passes import Pass, Passes
 from mpispeed.engine.attached import Attached
@@ -239,6 +239,13 @@ class Parts:
         Raises:
             UsageError: gradients are sharded over ranks.
         """
+        if self.accumulation.is_undivided:
+            msg = (
+                f'{what} does not work with reduction "invariant": each backward pass is one micro-batch of '
+                "train_batch_size, whose gradient is summed with those of all others; leave it out: sums wait for the "
+                "last micro-batch anyway"
+            )
+            raise UsageError(msg)
         if self.optimization and self.table.shards_grads:
             msg = (
                 f"{what} is incompatible with gradients that are partitioned over ranks "
@@ -264,13 +271,13 @@ class Parts:
         self._set_batch(self.plan.batch.with_micro_batch_size(micro_batch_size))
 
     def _set_batch(self, batch: Batch) -> None:
-        if self.plan.slots is not None and batch != self.plan.batch:
+        if self.plan.slots is not None and self.plan.with_batch(batch).slots != self.plan.slots:
             msg = (
-                'reduction "invariant" keeps the micro-batches of an update, because seeds and the order of '
-                f"samples belong to them: {batch.triple} cannot take the place of {self.plan.batch.triple} "
-                "(train_batch_size, micro-batch size, accumulation); begin a run of its own from a checkpoint"
+                f'reduction "invariant": another number of micro-batches of a step ({batch.triple} for (train_batch_'
+                f"size, micro-batch size, accumulation steps), instead of {self.plan.batch.triple}) is another run; "
+                "set train_batch_size in the config"
             )
-            raise UsageError(msg)
+            raise ConfigError(msg)
         self.plan = self.plan.with_batch(batch)
         self.accumulation.steps = batch.gradient_accumulation_steps
 

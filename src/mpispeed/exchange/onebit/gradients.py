@@ -51,6 +51,8 @@ class OneBitGradients:
         is_beside: units may be compressed beside the backward pass.
     """
 
+    keeps_buckets = False
+
     def __init__(self, onebit: Codes, sums: SumGradients, shards: GradShards, compressor: Compressor | None) -> None:
         """Args: `compressor` works on the channel of gradients; None: nothing is compressed beside backward."""
         self._onebit, self.sums, self._shards, self._compressor = onebit, sums, shards, compressor

@@ -1,0 +1,54 @@
+"""Settings that `reduction` "invariant" rules out: with them bits would depend on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpispeed.config import optimizer as known
+from mpispeed.config.problems import Problem, show
+from mpispeed.config.root import Config
+
+_ZERO = "zero_optimization"
+_OR = 'or set reduction to "ordered"'
+
+
+def check_invariant(config: Config) -> Iterator[Problem]:
+    """Conflicts with `reduction` "invariant"; none without it."""
+    if config.reduction != "invariant":
+        return
+    for path, found, why, cure in _rows(config):
+        yield Problem(path, f'{found} does not work with reduction "invariant": {why}', f"{cure}, {_OR}")
+
+
+def _rows(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """Path, value, reason and cure."""
+    zero, leave = config.zero_optimization, "leave the key out"
+    if config.elasticity.enabled:
+        why = "it chooses the micro-batches of a step by the ranks"
+        yield "elasticity.enabled", "true", why, "set it to false: a run takes up any divisor of its micro-batches"
+    if config.eigenvalue.enabled:
+        yield "eigenvalue.enabled", "true", "it looks at the last micro-batches of each rank", "set it to false"
+    whole = "nothing is divided before the sum over all micro-batches is complete"
+    if config.prescale_gradients:
+        yield "prescale_gradients", "true", whole, leave
+    if config.gradient_predivide_factor != 1:
+        yield "gradient_predivide_factor", f"{config.gradient_predivide_factor}", whole, leave
+    if config.sparse_gradients:
+        yield "sparse_gradients", "true", "rows are added in the order of ranks", leave
+    cut = "blocks of codes are cut by the ranks"
+    for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key):
+            yield f"{_ZERO}.{key}", "true", cut, leave
+    if zero.mics_shard_size > 0:
+        why = "sums inside groups of ranks come before those between groups"
+        yield f"{_ZERO}.mics_shard_size", f"{zero.mics_shard_size}", why, f"use {_ZERO}.zero_hpz_partition_size"
+    kind = ((config.optimizer.type if config.optimizer else "") or "").lower()
+    if kind in known.ONEBIT:
+        why = "each rank compresses what it has"
+        yield "optimizer.type", show(config.optimizer.type if config.optimizer else ""), why, "use Adam or AdamW"
+    if kind == "lamb" and zero.stage:
+        why = f"norms of parameters are added up from the parts of ranks at {_ZERO}.stage {zero.stage}"
+        yield "optimizer.type", '"Lamb"', why, f"set {_ZERO}.stage to 0, use AdamW"
+    if config.pipeline.schedule in ("zb-h1", "interleaved"):
+        why = "gradients of several micro-batches arrive at once"
+        yield "pipeline.schedule", show(config.pipeline.schedule), why, "use 1f1b or gpipe"
