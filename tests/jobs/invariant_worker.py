@@ -72,7 +72,7 @@ def main(folder, load, save, steps):
                 engine.save_checkpoint(f"{folder}/{name}", tag=save)
             engine.destroy()
     if current().rank == 0:
-        print("FOUND " + json.dumps(found), flush=True)
+        sys.stdout.write("FOUND " + json.dumps(found) + "\n")
 
 
 main(*sys.argv[1:])
