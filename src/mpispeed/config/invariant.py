@@ -24,14 +24,14 @@ def _rows_of_data(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """As `_rows`, for what looks at the micro-batches of a rank."""
     if config.eigenvalue.enabled:
         yield "eigenvalue.enabled", "true", "it looks at the last micro-batches of each rank", "set it to false"
+    if config.elasticity.enabled:
+        why = "it chooses the micro-batches of a step by the ranks"
+        yield "elasticity.enabled", "true", why, "set it to false: a run takes up any divisor of its micro-batches"
 
 
 def _rows(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """Path, value, reason and cure."""
     zero, leave = config.zero_optimization, "leave the key out"
-    if config.elasticity.enabled:
-        why = "it chooses the micro-batches of a step by the ranks"
-        yield "elasticity.enabled", "true", why, "set it to false: a run takes up any divisor of its micro-batches"
     whole = "nothing is divided before the sum over all micro-batches is complete"
     if config.prescale_gradients:
         yield "prescale_gradients", "true", whole, leave
