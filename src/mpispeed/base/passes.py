@@ -25,11 +25,13 @@ class Pass:
         global_step: global batches that were finished before.
         micro_step: number of the micro-batch in its global batch, from 0.
         is_training: False for evaluation.
+        slot: number of the micro-batch among those of all ranks, where that says what is drawn for it; else None.
     """
 
     global_step: int = 0
     micro_step: int = 0
     is_training: bool = True
+    slot: int | None = None
 
 
 class Passes:

@@ -56,6 +56,16 @@ def restore(states: dict[str, bytes]) -> None:
         devices.module_of(device).set_rng_state(state)
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Context after which all generators are as they were before it."""
+    states = capture()
+    try:
+        yield
+    finally:
+        restore(states)
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch's generators: of all devices, or of the host if there are no others.
 
@@ -105,6 +115,17 @@ def capture_torch() -> State:
     if device is not None:
         state[device.type] = devices.module_of(device).get_rng_state()
     return state
+
+
+def capture_others() -> tuple[Any, Any]:
+    """The states of the generators of numpy and Python, as they are."""
+    return np.random.get_state(), random.getstate()
+
+
+def restore_others(states: tuple[Any, Any]) -> None:
+    """Restore them to the states of `capture_others`."""
+    np.random.set_state(states[0])
+    random.setstate(states[1])
 
 
 def restore_torch(state: Mapping[str, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpispeed.base.errors import CommError, UsageError
+from mpispeed.base.slot_scope import refuse_rank
 from mpispeed.mesh.comm import Comm
 from mpispeed.mesh.world import World, current
 from mpispeed.process_group.group import BACKEND, MpiProcessGroup
@@ -92,7 +93,12 @@ def get_world_group() -> Comm:
 
 
 def get_rank(group: Comm | ProcessGroup | None = None) -> int:
-    """Position of this process in `group`, or its world rank."""
+    """Position of this process in `group`, or its world rank.
+
+    Raises:
+        UsageError: a model whose bits may not depend on the ranks asks in its forward pass.
+    """
+    refuse_rank("mpispeed.comm.get_rank()")
     return group_of(group).rank
 
 
@@ -102,7 +108,8 @@ def get_world_size(group: Comm | ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Position among the ranks of this node."""
+    """Position among the ranks of this node. Raises as `get_rank`."""
+    refuse_rank("mpispeed.comm.get_local_rank()")
     return current_world().local_rank
 
 

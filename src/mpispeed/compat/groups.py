@@ -6,6 +6,7 @@ share sequences are further ones.
 
 from __future__ import annotations
 
+from mpispeed.base.slot_scope import refuse_rank
 from mpispeed.compat.comm_groups import current_world
 from mpispeed.engine.ownership import newest_mesh
 from mpispeed.mesh.comm import Comm
@@ -34,7 +35,12 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """Place of this rank among those with the same parts of the model and of sequences."""
+    """Place of this rank among those with the same parts of the model and of sequences.
+
+    Raises:
+        UsageError: a model whose bits may not depend on the ranks asks in its forward pass.
+    """
+    refuse_rank("groups.get_data_parallel_rank()")
     return get_data_parallel_group().rank
 
 
@@ -92,7 +98,8 @@ def _get_sequence_data_parallel_world_size() -> int:
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    """Place of this rank among those with the same part of the model."""
+    """Place of this rank among those with the same part of the model. Raises as `get_data_parallel_rank`."""
+    refuse_rank("groups._get_sequence_data_parallel_rank()")
     return _get_sequence_data_parallel_group().rank
 
 

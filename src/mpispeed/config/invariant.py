@@ -16,16 +16,22 @@ def check_invariant(config: Config) -> Iterator[Problem]:
     """Conflicts with `reduction` "invariant"; none without it."""
     if config.reduction != "invariant":
         return
-    for path, found, why, cure in _rows(config):
+    for path, found, why, cure in (*_rows_of_data(config), *_rows(config)):
         yield Problem(path, f'{found} does not work with reduction "invariant": {why}', f"{cure}, {_OR}")
+
+
+def _rows_of_data(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """As `_rows`, for what looks at the micro-batches of a rank."""
+    if config.eigenvalue.enabled:
+        yield "eigenvalue.enabled", "true", "it looks at the last micro-batches of each rank", "set it to false"
+    if config.elasticity.enabled:
+        why = "it chooses the micro-batches of a step by the ranks"
+        yield "elasticity.enabled", "true", why, "set it to false: a run takes up any divisor of its micro-batches"
 
 
 def _rows(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """Path, value, reason and cure."""
     zero, leave = config.zero_optimization, "leave the key out"
-    if config.elasticity.enabled:
-        why = "it chooses the micro-batches of a step by the ranks"
-        yield "elasticity.enabled", "true", why, "set it to false: a run takes up any divisor of its micro-batches"
     whole = "nothing is divided before the sum over all micro-batches is complete"
     if config.prescale_gradients:
         yield "prescale_gradients", "true", whole, leave

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,27 @@ class Split:
         micro_batch: samples of one rank in one micro-step.
         rank: index on the data axis.
         size: ranks of the data axis.
+        slot_of: the slot of this rank in a micro-step of a global batch, which is cut into slots of `micro_batch`
+            samples; None: slots go to the ranks in turn.
     """
 
     batch: int
     micro_batch: int
     rank: int
     size: int
+    slot_of: Callable[[int], int] | None = None
 
     @property
     def block(self) -> int:
         """Samples of a micro-step."""
         return self.micro_batch * self.size
+
+    def start(self, first: int, position: int) -> int:
+        """Number of this rank's first sample in the micro-step at `position`; global batches begin at `first`."""
+        if self.slot_of is None:
+            return position + self.rank * self.micro_batch
+        batch, within = divmod(position - first, self.batch)
+        return first + batch * self.batch + self.slot_of(within // self.block) * self.micro_batch
 
 
 class CurriculumOrder:
@@ -89,7 +99,7 @@ class CurriculumOrder:
         """
         split = self.split
         for step in range(self.count(epoch, offset)):
-            start = offset + step * split.block + split.rank * split.micro_batch
+            start = split.start(self._start.consumed, offset + step * split.block)
             yield self._samples(start, start + split.micro_batch)
 
     def difficulties(self, position: int) -> dict[str, int]:

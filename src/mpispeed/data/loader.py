@@ -67,6 +67,9 @@ class ShardedLoader:
         order: which samples come when, for map-style data, instead of epochs of all samples; seed, shuffle,
             drop_last and step_samples are not used then.
         waits: counts the time that is waited for batches.
+        slot_of: the slot of this rank in each micro-step of a global batch of `step_samples`, as in `EpochOrder`. Then
+            what is drawn for a sample depends on seed, epoch and sample in this process too, which reads without
+            being ahead, unless whole batches are read by `read_batch`.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class ShardedLoader:
         device: torch.device = HOST,
         order: BatchOrder | None = None,
         waits: Waits | None = None,
+        slot_of: Callable[[int], int] | None = None,
     ) -> None:
         """Prepare the loader of data rank `rank` of `size`.
 
@@ -97,6 +101,7 @@ class ShardedLoader:
         _check_sizes(micro_batch, rank, size, workers, prefetch, step_samples)
         self.dataset, self.micro_batch, self.rank, self.size = dataset, micro_batch, rank, size
         self.drop_last, self.device = drop_last, device
+        self._slot_of, self._unit = slot_of, step_samples or micro_batch * size
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None  # (batch, state) -> batch
         self._epoch = self._offset = self._loads = 0
         self._is_placed = False  # load_state_dict has put the data set itself at `_offset`
@@ -109,14 +114,17 @@ class ShardedLoader:
             workers = _workers_of_stream(workers)
         else:
             _require_map_style(dataset)
-            unit = step_samples or micro_batch * size
             samples = SampleOrder(len(dataset), seed, shuffle)  # type: ignore[arg-type]
             self.order = order or EpochOrder(
-                samples, micro_batch=micro_batch, rank=rank, size=size, unit=unit, drop_last=drop_last
-            )
+                samples, micro_batch=micro_batch, rank=rank, size=size, unit=self._unit, drop_last=drop_last,
+                slot_of=slot_of,
+            )  # fmt: skip
         self.workers = workers
+        is_drawing = not workers and not has_whole_batches(dataset, collate_fn)  # samples may draw in this process
         if prefetch is None:
-            prefetch = AHEAD if workers or has_whole_batches(dataset, collate_fn) else 0
+            prefetch = 0 if is_drawing else AHEAD
+        if slot_of is not None and is_drawing and prefetch:
+            raise ConfigError(_AHEAD_OF_SLOTS.format(prefetch))
         pins = torch.cuda.is_available() and (device.type == "cuda" if pin_memory is None else pin_memory)
         reading = Reading(workers, prefetch, keeps_workers=persistent_workers, pins=pins, device=device)
         state = getattr(dataset, "state_dict", None) if self.order is None else None
@@ -124,7 +132,9 @@ class ShardedLoader:
 
     def _make_reader(self, collate_fn: Collate | None, seed: int) -> Samples | Stream:
         if self.order is not None:
-            return Samples(self.dataset, collate_fn, seed)
+            # What reads whole batches may be a thread, which must not touch the generators of the model.
+            restores = self._slot_of is not None and not has_whole_batches(self.dataset, collate_fn)
+            return Samples(self.dataset, collate_fn, seed, restores=restores)
         return Stream(
             self.dataset,  # type: ignore[arg-type]
             collate_fn,
@@ -132,6 +142,8 @@ class ShardedLoader:
             micro_batch=self.micro_batch,
             size=self.size,
             drop_last=self.drop_last,
+            slot_of=self._slot_of,
+            unit=self._unit,
         )
 
     @property
@@ -159,7 +171,8 @@ class ShardedLoader:
         if self.order is None:
             length = len(self.dataset)  # type: ignore[arg-type]
             block = self.micro_batch * self.size
-            return length // block if self.drop_last else -(-length // block)
+            unit = block if self._slot_of is None else self._unit
+            return (length // unit if self.drop_last else -(-length // unit)) * (unit // block)
         return self.order.count(self.epoch, 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +203,10 @@ class ShardedLoader:
         if self.order is not None:
             return _locked(self._lock, ((epoch, indices) for indices in self.order.batches(epoch, self._offset)))
         skip, self._is_placed = None if self._is_placed else self._offset, False
-        return ((epoch, skip, number) for number in count())
+        if self._slot_of is None or skip is None:
+            return ((epoch, skip, number) for number in count())
+        within = skip % self._unit  # an update is read at once, also where only its end is left to be handed out
+        return ((epoch, skip - within, number) for number in count(within // (self.micro_batch * self.size)))
 
     def close(self) -> None:
         """End what reads ahead: its thread and processes; iterating again begins anew at `position`."""
@@ -281,6 +297,12 @@ def _locked(lock: threading.Lock, items: Iterator[T]) -> Iterator[T]:
             except StopIteration:
                 return
         yield item
+
+
+_AHEAD_OF_SLOTS = (
+    'reduction "invariant": data_loader.prefetch {} without workers reads samples in a thread, beside the model, and '
+    "what they draw would come from the generators of the model; set data_loader.workers, or leave prefetch out"
+)
 
 
 def _workers_of_stream(workers: int) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.data.sampler import RankBatches, SampleOrder
+from mpispeed.data.sampler import RankBatches, SampleOrder, SlotBatches
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ class EpochOrder:
 
     Micro-step `k` of an epoch takes `micro_batch * size` consecutive positions of `samples`, and rank `r` the `r`-th
     slice of them. The last block is filled up from the beginning of the epoch to a multiple of `unit`, or left out.
+
+    With `slot_of` an update takes `unit` consecutive positions, of which slot `i` has the `i`-th `micro_batch`, and
+    rank `r` the slot `slot_of(k)` in micro-step `k` of the update.
     """
 
     def __init__(
@@ -61,11 +64,13 @@ class EpochOrder:
         unit: int,
         drop_last: bool,
         epochs: int | None = None,
+        slot_of: Callable[[int], int] | None = None,
     ) -> None:
         """Args: `unit` is a multiple of `micro_batch * size`, in samples; after `epochs` there are no more batches."""
         self.samples = samples
         self._micro_batch, self._rank, self._size, self._unit = micro_batch, rank, size, unit
-        self._drop_last, self._epochs = drop_last, epochs
+        self._drop_last, self._epochs, self._slot_of = drop_last, epochs, slot_of
+        self._base = 0, 0  # epoch and offset at which an update began that was not counted from the epoch's begin
 
     @property
     def length(self) -> int:
@@ -76,12 +81,41 @@ class EpochOrder:
         """As `BatchOrder.count`."""
         if self._epochs is not None and epoch >= self._epochs:
             return 0
-        left = self.length - min(offset, self.length)
+        base = self._base_of(epoch, offset)
+        left = self.length - min(base, self.length)
         units = left // self._unit if self._drop_last else -(-left // self._unit)
-        return units * (self._unit // (self._micro_batch * self._size))
+        return max(0, units * self._each - (offset - base) // self._block)
 
-    def batches(self, epoch: int, offset: int) -> RankBatches:
+    @property
+    def _block(self) -> int:
+        return self._micro_batch * self._size
+
+    @property
+    def _each(self) -> int:
+        return self._unit // self._block
+
+    def _base_of(self, epoch: int, offset: int) -> int:
+        """The place from which whole updates are counted: `offset` itself where slots do not matter."""
+        if self._slot_of is None:
+            return offset
+        known, base = self._base
+        return base if known == epoch and base <= offset else 0
+
+    def batches(self, epoch: int, offset: int) -> RankBatches | SlotBatches:
         """As `BatchOrder.batches`."""
+        if self._slot_of is not None:
+            base = self._base_of(epoch, offset)
+            return SlotBatches(
+                self.samples,
+                epoch=epoch,
+                base=base,
+                done=(offset - base) // self._block,
+                count=self.count(epoch, offset),
+                micro_batch=self._micro_batch,
+                each=self._each,
+                unit=self._unit,
+                slot_of=self._slot_of,
+            )
         return RankBatches(
             self.samples,
             epoch=epoch,
@@ -106,6 +140,7 @@ class EpochOrder:
         if found != wanted:
             log.warning("sample order (seed, shuffle) is %s as saved, not %s, to continue its stream", wanted, found)
             self.samples = SampleOrder(self.length, *wanted)
+        self._base = divmod(state["position"], max(1, self.length))
 
 
 def require_length(state: Mapping[str, Any], length: int | None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import cycle, islice
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from mpispeed.base import rng
 from mpispeed.base.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -51,14 +53,26 @@ def has_whole_batches(dataset: Any, collate_fn: Collate | None) -> bool:
 class Samples:
     """Reader of a map-style data set; requests are (epoch, indices)."""
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, seed: int) -> None:
-        """Args: `seed`: of random numbers that a worker process draws for a sample."""
+    def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None, seed: int, *, restores: bool = False) -> None:
+        """Make a reader.
+
+        Args:
+            dataset: map style.
+            collate_fn: makes a batch of samples; None: torch's.
+            seed: of random numbers that a worker process draws for a sample.
+            restores: this process draws them alike, and has its generators back after each batch.
+        """
         self.dataset, self._collate, self._seed = dataset, collate_fn or default_collate, seed
         self._reads_batches = has_whole_batches(dataset, collate_fn)
-        self.seeds = False  # set in worker processes
+        self.seeds = restores  # set in worker processes
+        self._restores = restores
 
     def read(self, request: tuple[int, list[int]]) -> Any:
         """As `Reader.read`."""
+        with rng.kept() if self._restores else nullcontext():
+            return self._read(request)
+
+    def _read(self, request: tuple[int, list[int]]) -> Any:
         epoch, indices = request
         if self._reads_batches:
             return self._whole(epoch, indices)
@@ -118,6 +132,9 @@ class Stream:
     """Reader of an iterable data set: one rank's slice of each block; requests are (epoch, skip, number).
 
     `number` counts the blocks of a pass. A pass is opened anew if another one, or another block of it, was read last.
+
+    With `slot_of` the `unit` items of an update are read at once, and slot `i` is the `i`-th micro-batch of them; a
+    short last update is filled with its own items.
     """
 
     def __init__(
@@ -129,29 +146,39 @@ class Stream:
         micro_batch: int,
         size: int,
         drop_last: bool,
+        slot_of: Callable[[int], int] | None = None,
+        unit: int = 0,
     ) -> None:
         self.dataset, self._collate = dataset, collate_fn or default_collate
         self._start, self._micro_batch, self._block, self._drop_last = start, micro_batch, micro_batch * size, drop_last
         self._next: tuple[int, int | None, int] | None = None
         self._items: Iterator[Any] = iter(())
+        self._slot_of, self._each = slot_of, 1  # blocks that are read at once
+        if slot_of is not None:
+            self._each, self._block = unit // self._block, unit
+        self._held: list[Any] = []
 
     def read(self, request: tuple[int, int | None, int]) -> Any:
         """As `Reader.read`; `END` after the last block. `skip` None: the data set is at its place already."""
         epoch, skip, number = request
+        turn, within = divmod(number, self._each)
         try:
             if request != self._next:
                 self._items = self._opened(epoch, skip)
-                for _ in islice(self._items, number * self._block):
+                for _ in islice(self._items, turn * self._block):
                     pass
-            block = list(islice(self._items, self._block))
+            if request != self._next or not within:
+                self._held = list(islice(self._items, self._block))
+            block = self._held
         except Exception as error:
-            msg = f"the data stream cannot be read after item {(skip or 0) + number * self._block}: {_told(error)}"
+            msg = f"the data stream cannot be read after item {(skip or 0) + turn * self._block}: {_told(error)}"
             raise DataError(msg) from error
         self._next = (epoch, skip, number + 1)
         if not block or (len(block) < self._block and self._drop_last):
             self._items = iter(())
             return END
-        mine = list(islice(cycle(block), self._start, self._start + self._micro_batch))
+        start = self._start if self._slot_of is None else self._slot_of(within) * self._micro_batch
+        mine = list(islice(cycle(block), start, start + self._micro_batch))
         try:
             return self._collate(mine)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -65,4 +65,39 @@ class RankBatches:
         block, length = self._micro_batch * self._size, self._order.length
         for step in range(self._count):
             start = self._offset + step * block + self._rank * self._micro_batch
+            yield self._order.indices([self._first + o % length for o in range(start, start + self._micro_batch)])
+
+
+class SlotBatches:
+    """The micro-batches of one rank from a point of an epoch to its end, by the slots that it has in each update.
+
+    The update that begins at `base` takes `unit` consecutive positions, and slot `i` the `i`-th `micro_batch` of them,
+    whichever rank has it. Positions past the end of the epoch wrap to its beginning.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        *,
+        epoch: int,
+        base: int,
+        done: int,
+        count: int,
+        micro_batch: int,
+        each: int,
+        unit: int,
+        slot_of: Callable[[int], int],
+    ) -> None:
+        """Args: `done` micro-steps came since `base`, `each` are in an update; `slot_of` gives the slot of each."""
+        self._order, self._first, self._base, self._done, self._count = order, epoch * order.length, base, done, count
+        self._micro_batch, self._each, self._unit, self._slot_of = micro_batch, each, unit, slot_of
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        length = self._order.length
+        for step in range(self._done, self._done + self._count):
+            update, micro_step = divmod(step, self._each)
+            start = self._base + update * self._unit + self._slot_of(micro_step) * self._micro_batch
             yield self._order.indices([self._first + o % length for o in range(start, start + self._micro_batch)])

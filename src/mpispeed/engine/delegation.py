@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from mpispeed.base.slot_scope import refuse_rank
 from mpispeed.config.derive import measures_wall_clock
 from mpispeed.config.monitor import MonitorConfig
 from mpispeed.config.zero import ZeroOptimization
@@ -233,6 +234,12 @@ OWN: dict[str, Getter] = {
     "mesh": Getter(lambda p: p.mesh, "Mesh", "The ranks as named axes."),
     "bus": Getter(lambda p: p.bus, "Bus", "The event bus, to which observers subscribe."),
     "counters": Getter(lambda p: p.counters, "Counters", "Counters of steps, samples and updates."),
+    "slots": Getter(
+        lambda p: _own_slots(p),
+        "list[int] | None",
+        "The micro-batches of a global batch that this rank computes in an update, in order, by their numbers among "
+        'all, with reduction "invariant"; else None.',
+    ),
 }
 """Values that DeepSpeed's engines do not have; a script cannot set them, and an attribute of the model comes first."""
 
@@ -242,7 +249,7 @@ PROPERTIES: dict[str, Getter] = {
     "micro_steps": Getter(lambda p: p.counters.micro_steps, "int", "Micro-batches of the run, of one rank."),
     "skipped_steps": Getter(lambda p: p.counters.skipped_steps, "int", "Steps without an update, after overflows."),
     "world_size": Getter(lambda p: p.mesh.size, "int", "Number of ranks."),
-    "global_rank": Getter(lambda p: p.mesh.rank, "int", "This rank."),
+    "global_rank": Getter(lambda p: _asked("engine.global_rank", p.mesh.rank), "int", "This rank."),
     # Scripts call `batch.to(engine.local_rank)`.
     "local_rank": Getter(
         lambda p: p.mesh.world.local_rank if p.plan.device.index is None else p.plan.device.index,
@@ -406,6 +413,16 @@ def _at(config: Config, path: str) -> Any:
     if found is None and path.endswith(".profile"):
         return False
     return found.model_dump() if hasattr(found, "model_dump") else found
+
+
+def _asked(question: str, rank: int) -> int:
+    refuse_rank(question)
+    return rank
+
+
+def _own_slots(parts: Parts) -> list[int] | None:
+    slots, rank = parts.plan.slots, parts.mesh.index("batch")
+    return None if slots is None else [slots.slot(rank, micro_step) for micro_step in range(slots.per_rank)]
 
 
 def _run_end(parts: Parts) -> Any:

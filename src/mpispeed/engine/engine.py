@@ -94,7 +94,7 @@ class Engine(Getters):
             inputs, kwargs = move((inputs, kwargs), parts.plan.device)
         inputs, kwargs = parts.casting.inputs(inputs), parts.casting.keywords(kwargs)
         start = parts.clock.now()
-        with parts.sharding.unwinding(), parts.casting.forward():
+        with parts.sharding.unwinding(), parts.casting.forward(), parts.in_forward():
             output = parts.casting.result(self.module(*inputs, **kwargs))
         parts.passes.end(output)
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
@@ -141,7 +141,7 @@ class Engine(Getters):
         with parts.sharding.unwinding(), divided(steps), parts.casting.named():
             backward_scaled(loss, parts.scaler.scale, retain_graph=retain_graph)
         parts.end_backward()
-        own.updates.losses.append(start_reading(mean))
+        own.updates.add_loss(start_reading(loss))
         parts.bus.announce(Event.BACKWARD_END, seconds=parts.clock.now() - start)
         return mean
 
@@ -178,6 +178,8 @@ class Engine(Getters):
     def train_batch(self, data_iter: Iterator[Any], loss_fn: Callable[..., torch.Tensor] | None = None) -> float:
         """Run all micro-batches of one global batch and the step; returns this rank's mean loss.
 
+        With `reduction` "invariant" it is the mean of all slots, the same on all ranks.
+
         Args:
             data_iter: yields the model's arguments as a tuple, or one tensor.
             loss_fn: computes the loss from the model's output and the batch; without it the output is the loss.
@@ -194,7 +196,8 @@ class Engine(Getters):
             output = self(*arguments)
             losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
             self.step()
-        return sum(map(float, losses))
+        of_all = self.mpispeed.updates.slot_losses
+        return sum(map(float, losses)) if of_all is None or of_all.mean is None else of_all.mean
 
     # -- accumulation ------------------------------------------------------------------------------------------
 

@@ -30,6 +30,12 @@ def transform(model: nn.Module, setup: Setup) -> None:
     share_out(model, setup.mesh)
     for router in model.modules():
         if isinstance(router, Router):
+            if router.options.global_balance and setup.plan.slots is not None:
+                msg = (
+                    'reduction "invariant": a router with global_balance takes the tokens of all ranks into its loss, '
+                    "and which micro-batches these have at once depends on their number; leave global_balance out"
+                )
+                raise ConfigError(msg)
             router.set_balance_group(setup.mesh["data"])
 
 

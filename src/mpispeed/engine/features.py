@@ -10,6 +10,7 @@ from mpispeed.config import added
 from mpispeed.config.layer_drop import ProgressiveLayerDrop
 from mpispeed.config.loader import DataLoader
 from mpispeed.config.record import RunRecord
+from mpispeed.config.reproducibility import Reproducibility
 from mpispeed.config.trace import Trace
 from mpispeed.config.walltime import Walltime
 from mpispeed.engine import (
@@ -24,6 +25,7 @@ from mpispeed.engine import (
     layer_drop,
     preemption,
     random_ltd,
+    reproducibility,
     run_record,
     sampling,
     sequence,
@@ -55,6 +57,7 @@ def attach_slicing(context: Context) -> None:
 
 BUILT_IN = (
     Feature("slicing", attach_slicing, transform=slice_model),
+    Feature("reproducibility", reproducibility.attach, section=Reproducibility),
     Feature("sparse_attention", sparse_attention.attach, transform=sparse_attention.transform),
     Feature("experts", experts.attach, transform=experts.transform),
     Feature("monitors", reports.attach),

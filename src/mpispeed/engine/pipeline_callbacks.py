@@ -14,6 +14,7 @@ from mpispeed.base.errors import AgreementError, DataEnded, PipelineError, Usage
 from mpispeed.base.events import Event
 from mpispeed.base.tensor_tree import move
 from mpispeed.engine.backward import backward_scaled, end_scale, require_scalar, scale_loss
+from mpispeed.engine.slot_losses import slot_means
 from mpispeed.engine.step import BatchFailed
 from mpispeed.nn.sync_norm import SyncedNorm
 from mpispeed.pipe import instructions as do
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.run import Executor
     from mpispeed.pipe.schedule import PipeSchedule
+    from mpispeed.plan.slots import Slots
 
 ALIKE_SECONDS = 5.0
 """How long a rank whose layers have failed waits for those that its layers communicate with, to hear the same."""
@@ -67,10 +69,18 @@ class StageDuties:
         self._is_training = self._computes_loss = True
         self._micro_batches, self._taken = 1, 0
         self._losses: list[torch.Tensor] = []
-        self._extras: dict[str, float] = {}
+        self._extras: dict[str, dict[int, float]] = {}  # name -> micro-batch -> value
         self._passes: Counter[int] = Counter()  # forward passes of this batch, by chunk
         self._held = ExitStack()
         self._met = _met(parts, model)
+
+    @property
+    def _slots(self) -> Slots:
+        slots = self._parts.plan.slots
+        if slots is None:
+            msg = "slots of a run that has none"
+            raise TypeError(msg)
+        return slots
 
     # -- before and after a batch ------------------------------------------------------------------------------------
 
@@ -158,16 +168,21 @@ class StageDuties:
     def forward(self, chunk: int, inputs: Any) -> Any:
         """Run the layers of a chunk."""
         parts = self._parts
-        parts.begin_forward(self._passes[chunk], is_training=self._is_training)
+        parts.begin_forward(self._passes[chunk], is_training=self._is_training, chunk=chunk)
+        current = parts.passes.current
+        if current.slot is not None:  # seeds of layers follow the slot, not the passes of this rank
+            self._model.chunk(chunk).micro_offset = current.global_step * self._slots.count + current.slot
         self._passes[chunk] += 1
         start = parts.clock.now()
         ends = [begin(inputs) for begin in parts.features.chunks]
-        with parts.sharding.running(self._model), parts.casting.forward():
+        with parts.sharding.running(self._model), parts.casting.forward(), parts.in_forward():
             outputs = self._model.chunk(chunk)(inputs)
         for end in ends:
             if end is not None:
                 end(outputs)
         parts.passes.end(outputs)
+        if parts.streams is not None and not (self._model.chunk(chunk).is_last and self._has_loss):
+            parts.streams.leave()  # the loss goes on with the numbers of its slot
         parts.bus.announce(Event.FORWARD_END, seconds=parts.clock.now() - start)
         return outputs
 
@@ -188,13 +203,16 @@ class StageDuties:
         if not self._is_training:
             self.last_outputs = outputs
         if self._has_loss:
-            with self._parts.sharding.running(self._model), self._parts.casting.autocasting():
+            parts = self._parts
+            with parts.sharding.running(self._model), parts.casting.autocasting(), parts.in_forward():
                 outputs = self._model.loss_fn(outputs, labels)  # type: ignore[misc]
+            if self._parts.streams is not None:
+                self._parts.streams.leave()
         if self._is_training:
             require_scalar(outputs, "a pipeline", "give PipelineModule a loss_fn")
             self._losses.append(outputs.detach())
             for name, value in (self._model.get_additional_losses() or {}).items():
-                self._extras[name] = self._extras.get(name, 0.0) + float(value)
+                self._extras.setdefault(name, {})[len(self._losses) - 1] = float(value)
         return outputs
 
     def backward(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, *, is_last: bool) -> None:
@@ -300,9 +318,13 @@ class StageDuties:
         found: tuple[float, dict[str, float]] = 0.0, {}
         if mesh.index("pipe") == pipe.size - 1:
             names = _extra_names(self._model, mesh["data"], self._extras)
-            sums = [sum(float(loss) for loss in self._losses), *(self._extras.get(name, 0.0) for name in names)]
-            means = torch.tensor(sums, dtype=torch.float64) / self._micro_batches
-            mesh["data"].all_reduce(means, "avg")
+            rows = [[float(loss) for loss in self._losses]]
+            rows += [[self._extras.get(name, {}).get(k, 0.0) for k in range(self._micro_batches)] for name in names]
+            if self._parts.plan.slots is not None:
+                means = torch.tensor(slot_means(self._slots, mesh["data"], rows), dtype=torch.float64)
+            else:
+                means = torch.tensor([sum(row) for row in rows], dtype=torch.float64) / self._micro_batches
+                mesh["data"].all_reduce(means, "avg")
             found = float(means[0]), dict(zip(names, means[1:].tolist(), strict=True))
         shared: list[tuple[float, dict[str, float]]] = []
         # Started, not blocking: the last stage arrives a backward pass early, and would wait in a spinning loop.
@@ -345,7 +367,7 @@ class StageDuties:
         return total
 
 
-def _extra_names(model: PipelineModule, data: Comm, extras: dict[str, float]) -> list[str]:
+def _extra_names(model: PipelineModule, data: Comm, extras: dict[str, dict[int, float]]) -> list[str]:
     """Names of additional losses reported by any data rank. Collective over: the data axis."""
     if type(model).get_additional_losses is PipelineModule.get_additional_losses:
         return []

@@ -152,6 +152,7 @@ def _place(context: Context) -> Callable[[], tuple[int, int]]:
 
     def place() -> tuple[int, int]:
         current = parts.passes.current
-        return current.global_step, (current.micro_step * size + rank) * parts.plan.batch.micro_batch_size
+        number = current.micro_step * size + rank if current.slot is None else current.slot
+        return current.global_step, number * parts.plan.batch.micro_batch_size
 
     return place

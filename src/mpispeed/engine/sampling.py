@@ -52,7 +52,15 @@ class Sampling:
         self._section: dict[str, Any] | None = section.model_dump() if section.enabled else None
         self.schedules = make_schedules(self._section or {}, warns=mesh.rank == 0)
 
-    def order(self, dataset: Any, *, micro_batch: int, step_samples: int, shuffles: bool) -> BatchOrder | None:
+    def order(
+        self,
+        dataset: Any,
+        *,
+        micro_batch: int,
+        step_samples: int,
+        shuffles: bool,
+        slot_of: Callable[[int], int] | None = None,
+    ) -> BatchOrder | None:
         """The order of a data set that is shared by the batch ranks; None for one without numbers. Local.
 
         Args:
@@ -60,6 +68,7 @@ class Sampling:
             micro_batch: samples of a micro-batch of one rank.
             step_samples: samples of a global batch.
             shuffles: shuffle each pass; a curriculum always does.
+            slot_of: as in `EpochOrder`.
 
         Raises:
             ConfigError: a file cannot be used, or is of other data.
@@ -83,10 +92,10 @@ class Sampling:
             samples = SampleOrder(len(dataset), self.seed, shuffles)
             return EpochOrder(
                 samples, micro_batch=micro_batch, rank=rank, size=size, unit=step_samples, drop_last=drop_last,
-                epochs=self._epochs,
+                epochs=self._epochs, slot_of=slot_of,
             )  # fmt: skip
         stream = make_stream(self._section, len(dataset), self.seed, schedules=self.schedules)
-        split = Split(step_samples, micro_batch, rank, size)
+        split = Split(step_samples, micro_batch, rank, size, slot_of)
         return CurriculumOrder(stream, split, total=self._epochs * len(dataset), drop_last=drop_last)
 
     def begin(self, comm: Comm, make: Callable[[], ShardedLoader | None]) -> ShardedLoader | None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.backward import Counters
     from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.rank_numbers import SentNumbers
+    from mpispeed.engine.slot_losses import SlotLosses
     from mpispeed.engine.step import StepPart
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.precision.scaler import LossScale
@@ -79,6 +80,7 @@ class Updates:
     Attributes:
         losses: losses of the passes since the last update; their sum is that of the batch.
         leads: the host learns of a step's outcome before the next one, and does not wait for it in the step.
+        slot_losses: those of all slots, where a micro-batch does not depend on its rank; else None.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Updates:
         self._groups, self._buffers, self._clock = groups, buffers, clock or Clock()
         self._exchange = exchange if exchange is not None and exchange.is_phased else None
         self.losses: list[float | Readback] = []
+        self.slot_losses: SlotLosses | None = None
         self.leads = leads
         self._was_applied = False
         self._norm: float | None = None
@@ -126,6 +129,12 @@ class Updates:
             advance = AdvanceLr(scheduler)
             kept = [CheckLrKwargs(advance), *kept, advance]
         self._parts = kept
+
+    def add_loss(self, loss: float | Readback) -> None:
+        """Note the loss of a backward pass of the micro-batch that is at work."""
+        self.losses.append(loss)
+        if self.slot_losses is not None:
+            self.slot_losses.add(self._counters.finished_micro_steps, loss)
 
     def insert(self, rows: Sequence[tuple[Place, StepPart]]) -> None:
         """Run parts of features from now on, at their places; those after the norm want to know it."""
@@ -197,6 +206,8 @@ class Updates:
         now = time.perf_counter()
         elapsed = now - start if self._clock.is_of_host else self._clock.now() - start
         losses, self.losses = self.losses, []
+        if self.slot_losses is not None:
+            losses = [] if self.slot_losses.mean is None else [self.slot_losses.mean]
         pending = self._pending = _Pending(ctx, before)
         if before is not None and ctx.is_ahead:
             before.stepped()

@@ -147,7 +147,7 @@ class Surroundings:
     """State that a function may depend on besides its arguments: random numbers and automatic casts."""
 
     def __init__(self) -> None:
-        self._random = rng.capture_torch()
+        self._random, self._others = rng.capture_torch(), rng.capture_others()
         self._streams = rng.get_rng_tracker().get_states()
         self._casts = {
             device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self._random
@@ -158,9 +158,10 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Context with the state of the first run, with gradients; random numbers go on as before afterwards."""
         tracker = rng.get_rng_tracker()
-        before, streams = rng.capture_torch(), tracker.get_states()
+        before, others, streams = rng.capture_torch(), rng.capture_others(), tracker.get_states()
         try:
             rng.restore_torch(self._random)
+            rng.restore_others(self._others)
             tracker.set_states(self._streams)
             with contextlib.ExitStack() as stack:
                 for device, (is_on, dtype) in self._casts.items():
@@ -171,6 +172,7 @@ class Surroundings:
                 yield
         finally:
             rng.restore_torch(before)
+            rng.restore_others(others)
             tracker.set_states(streams)
 
 

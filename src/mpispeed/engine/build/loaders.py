@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +61,20 @@ def make_loader(
     config, micro_batch = plan.config, batch_size or plan.batch.micro_batch_size
     chosen, reading = config.dataloader_shuffle, config.data_loader
     is_planned = micro_batch == plan.batch.micro_batch_size
+    slots, rank = plan.slots if is_planned else None, mesh.index("batch")
+    slot_of = None if slots is None else functools.partial(slots.slot, rank)
     is_shuffled, of_config, order = shuffles if chosen is None else chosen, reading.workers, None
     if sampling is not None:
         of_config = sampling.workers or of_config
         steps = plan.batch.gradient_accumulation_steps
         step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["batch"].size * steps
-        order = sampling.order(dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled)
+        order = sampling.order(
+            dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled, slot_of=slot_of
+        )
     return ShardedLoader(
         dataset,
         micro_batch=micro_batch,
-        rank=mesh.index("batch"),
+        rank=rank,
         size=mesh["batch"].size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
@@ -83,6 +88,7 @@ def make_loader(
         device=plan.device,
         order=order,
         waits=waits,
+        slot_of=slot_of,
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpispeed.engine.buffers import Buffers
     from mpispeed.engine.facade import StepLink
     from mpispeed.engine.replica_groups import Sharing
+    from mpispeed.engine.slot_streams import SlotStreams
     from mpispeed.engine.updates import Updates
     from mpispeed.exchange.strategy import ExchangeStrategy
     from mpispeed.mesh.collectives.work import Wait
@@ -191,6 +192,7 @@ class Parts:
     is_compiled: bool = False  # by `engine.compile`
     features: Attached = field(default_factory=Attached)
     passes: Passes = field(default_factory=Passes)
+    streams: SlotStreams | None = None  # random numbers of slots, where a micro-batch does not depend on its rank
 
     @property
     def table(self) -> Table:
@@ -305,11 +307,18 @@ class Parts:
 
     # -- passes and updates ---------------------------------------------------------------------------------
 
-    def begin_forward(self, micro_step: int, *, is_training: bool) -> None:
-        """Begin a forward pass of the micro-batch of that number in its global batch. Local."""
+    def begin_forward(self, micro_step: int, *, is_training: bool, chunk: int = 0) -> None:
+        """Begin a forward pass of the micro-batch of that number in its global batch, of a pipeline's chunk. Local."""
         counted, step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=counted, global_step=step, is_training=is_training)
-        self.passes.begin(Pass(step, micro_step, is_training))
+        streams, slot = self.streams, None
+        if streams is not None and is_training:
+            slot = streams.begin(step, micro_step, chunk)
+        self.passes.begin(Pass(step, micro_step, is_training, slot))
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Context of a call into the model, after `begin_forward`; refuses what may not be in a slot."""
+        return nullcontext() if self.streams is None else self.streams.inside()
 
     def expect_step(self) -> None:
         """Prepare the exchange for the next update; called after the counters have changed. Local."""
@@ -319,6 +328,8 @@ class Parts:
     def end_backward(self) -> None:
         """End a backward pass. Collective over: the data axis, where gradients or parameters are sharded."""
         self.counters.pending_backwards += 1
+        if self.streams is not None:
+            self.streams.leave()
         if self.optimization is not None:
             self.optimization.grads.end_backward()
         self.sharding.end_backward()

@@ -207,6 +207,12 @@ def _take_generators(parts: Parts, source: Checkpoint) -> None:
         states = source.rng_of(mesh.rank)
         rng.restore(states)
         _take_streams(states)
+    elif source.rng_ranks and parts.plan.slots is not None:
+        # Slots have numbers of their own; what a script draws beside them goes on as on the first rank.
+        states = source.rng_of(0)
+        rng.restore(states)
+        if slice_streams() and source.layout.get("model", 1) != mesh["model"].size:
+            reseed_slices(parts.plan.config.seed + source.global_step, mesh.index("model"))
     elif source.rng_ranks:
         rng.seed_all(parts.plan.config.seed, source.global_step, mesh.index(("pipe", "data")))
         if slice_streams():

@@ -97,9 +97,14 @@ class Progress:
             self.passes = None
 
     def key(self, name: str) -> int:
-        """A number for this place, pass and layer; the same on all ranks, and when backward runs a pass again."""
+        """A number for this place, pass and layer, also when backward runs a pass again; the same on all ranks.
+
+        Of a pass that is a slot it is that of the slot.
+        """
         current = self.current
         step, micro = (self.step, 0) if current is None else (current.global_step, current.micro_step)
+        if current is not None and current.slot is not None:
+            micro = current.slot
         return key_of(self.seed, step, micro, zlib.crc32(name.encode()))
 
     def __getstate__(self) -> dict[str, Any]:

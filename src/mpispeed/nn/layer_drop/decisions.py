@@ -2,7 +2,8 @@
 
 Layer l of L (l from 1) runs with probability p = 1 - (l / L) (1 - theta); what it adds is scaled by 1 / p, so that its
 expectation is that of the layer which always runs. A decision is a function of seed, global step, micro-batch and
-layer: it is the same on all ranks, which gather parameters together, and when backward runs a pass again.
+layer: it is the same on all ranks, which gather parameters together, and when backward runs a pass again. Where results
+may not depend on the ranks, it is the same for all micro-batches of a global step: ranks have others at once.
 
 Source: Zhang and He, arXiv 2010.13369, sections 4.2 and 4.3; Huang et al., "Deep Networks with Stochastic Depth", arXiv
 1603.09382, for the rule along the depth.
@@ -85,6 +86,6 @@ class LayerDrop:
 
 def _draw(seed: int, of: Pass, number: int) -> float:
     """A number of [0, 1) that depends on all of these and on nothing else."""
-    key = struct.pack("<4q", seed, of.global_step, of.micro_step, number)
+    key = struct.pack("<4q", seed, of.global_step, of.micro_step if of.slot is None else 0, number)
     word: int = struct.unpack("<Q", hashlib.blake2b(key, digest_size=8, person=b"layer drop").digest())[0]
     return (word >> 11) * 2.0**-53
