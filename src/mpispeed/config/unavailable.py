@@ -34,7 +34,6 @@ UNAVAILABLE: tuple[Row, ...] = (
         lambda s: s is not None and (s.type or "").lower() in LATER,
         "this optimizer is not available; use Adam, AdamW, Adagrad, Lion, Lamb, SGD, a 1-bit one or one of torch.optim",
     ),
-    Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
     Row("amp", _is_on, "Apex amp is not available; use fp16 or bf16"),
     Row(
         "expert_parallel.score_apply",

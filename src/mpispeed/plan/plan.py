@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.config.dtypes import masters_and_grads
 from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
@@ -325,7 +326,7 @@ def _policy(config: Config, sequence: SequenceAxis, model_dtype: torch.dtype) ->
     return resolve(
         fp16_enabled=config.fp16.enabled,
         bf16_enabled=config.bf16.enabled,
-        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        grad_accum_dtype=config.data_types.grad_accum_dtype or masters_and_grads(config) or None,
         communication_data_type=_wire(config, sequence),
         model_dtype=model_dtype,
     )
