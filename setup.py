@@ -21,6 +21,7 @@ SOURCES = {
     "block_quant": "bits/block_quant.pyx",
     "weight_codes": "bits/weight_codes.pyx",
     "one_bit": "bits/one_bit.pyx",
+    "state_codes": "bits/state_codes.pyx",
     "permute": "rows/permute.pyx",
     "token_choice": "rows/token_choice.pyx",
     "meeting": "node/meeting.pyx",

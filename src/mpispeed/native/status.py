@@ -30,6 +30,7 @@ MODULES = {
     "crc32c": "checksums",
     "block_quant": "block quantizers of compressed communication",
     "weight_codes": "products with quantized weights",
+    "state_codes": "states of optimizers in 8 and 16 bits",
     "one_bit": "signs of compressed sums over ranks",
     "permute": "rows of tokens on their way to experts, or past layers, and back",
     "token_choice": "choice of the tokens that layers see",

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+HALVES_RUN = 128
+"""Elements whose sixteen bits come from sixteen counters together."""
+
 _MASK = 0xFFFFFFFF
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
 _STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -80,14 +83,32 @@ def kept(seed: int, count: int, ratio: float, device: torch.device | str = "cpu"
 def words(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """`count` random 32-bit words of stream 0, as int64. Shapes: flat."""
     counters = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    return _words_of(seed, counters, 0).reshape(-1)[:count]
+
+
+def halves(seed: int, stream: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """16 random bits for each of the elements from number `start` on, as int64. Shapes: flat [count].
+
+    A run of 128 elements has sixteen counters: element r of run k takes counter 16 k + r % 16, and of its four words
+    the half number r // 16, low halves first. So sixteen lanes of a loop, or of a warp, have a counter each.
+    """
+    first, last = start // HALVES_RUN, -(-(start + count) // HALVES_RUN)
+    counters = torch.arange(first * 16, last * 16, dtype=torch.int64, device=device)
+    found = _words_of(seed, counters, stream).view(-1, 16, 4).transpose(1, 2)
+    both = torch.stack((found & 0xFFFF, found >> 16), dim=2).reshape(-1)
+    return both[start - first * HALVES_RUN :][:count]
+
+
+def _words_of(seed: int, counters: Tensor, stream: int) -> Tensor:
+    """The four words of each counter [n, 4]."""
     zero = torch.zeros_like(counters)
-    c = [counters & _MASK, counters >> 32, zero, zero]
+    c = [counters & _MASK, counters >> 32, zero + (stream & _MASK), zero + (stream >> 32 & _MASK)]
     key = [seed & _MASK, seed >> 32 & _MASK]
     for _ in range(10):
         (high0, low0), (high1, low1) = _product(_FACTORS[0], c[0]), _product(_FACTORS[1], c[2])
         c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
         key = [(part + step) & _MASK for part, step in zip(key, _STEPS, strict=True)]
-    return torch.stack(c, dim=1).reshape(-1)[:count]
+    return torch.stack(c, dim=1)
 
 
 def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
