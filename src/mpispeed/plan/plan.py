@@ -19,9 +19,11 @@ from mpispeed.optim.choice import needs_of
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
 from mpispeed.plan.slots import Slots
+from mpispeed.plan.state_dtypes import codes_of, describe_codes
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.prefetch import Limits
+from mpispeed.store.state_code import PLAIN as PLAIN_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -245,6 +247,7 @@ class Plan:
             ("batch", f"{b.train_batch_size} = {b.micro_batch_size} x {b.gradient_accumulation_steps} x {b.ranks}"),
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
+            *([("at rest", describe_codes(self.config))] if codes_of(self.config) != PLAIN_CODES else []),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.config.reduction}"),
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),

@@ -25,6 +25,15 @@ def codes_of(config: Config) -> StateCodes:
     )
 
 
+def describe_codes(config: Config) -> str:
+    """Dtypes of masters and optimizer states at rest, in words."""
+    codes = codes_of(config)
+    rounding = "" if codes.master is None or codes.master.rounding == "nearest" else f" ({codes.master.rounding})"
+    master = "fp32" if codes.master is None else codes.master.word
+    states = ", ".join(f"{slot} {word}" for slot, word in codes.words) or codes.word
+    return f"masters {master}{rounding}, optimizer states {states}"
+
+
 def require_codes(config: Config, name: str, slots: Iterable[str], *, takes_any_cut: bool) -> None:
     """Require that an optimizer can have its states in the dtypes of the config.
 

@@ -25,7 +25,7 @@ def draw_base(name: str, start: int) -> int:
 
     It is the same on all ranks and for all copies of a unit, and differs between units.
     """
-    return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32) + start
+    return ((zlib.crc32(name.encode()) & 0x1FFFFFFF) << 32) + start
 
 
 class Scratch:
@@ -33,19 +33,22 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> torch.Tensor:
         """A flat fp32 tensor; its values are unspecified."""
-        for index, values in enumerate(self._free):
-            if values.numel() >= numel and values.device == device:
-                return self._free.pop(index)[:numel]
-        return torch.empty(numel, device=device)
+        fits = (index for index, free in enumerate(self._free) if free.numel() >= numel and free.device == device)
+        index = next(fits, None)
+        values = torch.empty(numel, device=device) if index is None else self._free.pop(index)
+        if values.numel() <= WINDOW and device.type != "meta":
+            self._lent[values.data_ptr()] = values
+        return values[:numel]
 
     def give(self, values: torch.Tensor) -> None:
         """Take back what `take` gave; what is longer than a window goes back to the allocator."""
-        whole = values.untyped_storage().nbytes() // values.itemsize
-        if whole <= WINDOW and values.device.type != "meta":
-            self._free.append(torch.empty(0, device=values.device).set_(values.untyped_storage(), 0, (whole,)))
+        whole = self._lent.pop(values.data_ptr(), None)
+        if whole is not None:
+            self._free.append(whole)
 
     @property
     def nbytes(self) -> int:

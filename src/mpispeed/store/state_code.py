@@ -26,7 +26,7 @@ UNSIGNED = frozenset({"exp_avg_sq", "sum"})
 """Slots of optimizers whose values are never negative: all 8 bits are for the size."""
 
 
-SCALED = 256
+SCALED = state_codes.BLOCK
 """Elements under one scale: shards are cut at multiples of it, so that codes do not depend on the cut."""
 
 
@@ -99,13 +99,16 @@ class StateCode:
 
         Shapes: parts [`Part.count` of n] each; values [n], fp32.
         """
-        if values.is_meta:
-            return
         threads = torch.get_num_threads()
         if self.word == "int8":
             state_codes.encode8(parts[0], parts[1], values, signed=self.is_signed, threads=threads)
         elif self.rounding == "kahan":
+            # What is left of a value may round up to half of a last place, and the sum's own nearest be another: twice,
+            # so that pairs made of sums, as a load makes them, are the same pairs.
             state_codes.split(parts[0], parts[1], values, threads=threads)
+            total = torch.empty_like(values)
+            state_codes.join(total, parts[0], parts[1], threads=threads)
+            state_codes.split(parts[0], parts[1], total, threads=threads)
         elif self.rounding == "stochastic" and draws is not None:
             step, start = draws
             state_codes.round_stochastic(parts[0], values, seed=self.seed, step=step, start=start, threads=threads)
@@ -114,8 +117,6 @@ class StateCode:
 
     def decode(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Fill `out` with the values of a range. Shapes: as for `encode`."""
-        if out.is_meta:
-            return
         threads = torch.get_num_threads()
         if self.word == "int8":
             state_codes.decode8(out, parts[0], parts[1], signed=self.is_signed, threads=threads)
