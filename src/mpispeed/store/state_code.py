@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateCode:
-    """How a state rests; an update sees it in fp32.
+    """The form in which a state rests; an update sees it in fp32.
 
     Attributes:
         word: "bf16", "fp16" or "int8".
