@@ -10,6 +10,7 @@ from mpispeed.base.errors import ElasticityConfigError, UnimplementedOption
 from mpispeed.base.unused_params import find_ineffective as unused
 from mpispeed.config import optimizer as known
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from mpispeed.config.dtypes import master_dtype, train_dtype
 from mpispeed.config.ineffective import find_ineffective
 from mpispeed.config.invariant import check_invariant
 from mpispeed.config.keywords import check_optimizer, check_schedule
@@ -51,16 +52,40 @@ def _check_batch(config: Config) -> Iterator[Problem]:
 
 
 def _check_precision(config: Config) -> Iterator[Problem]:
-    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
+    fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
         yield Problem("bf16.enabled", "fp16.enabled and bf16.enabled are both true", "choose one of them")
     yield from check_mixed(config)
-    if fp16.fp16_master_weights_and_grads:
-        offload = zero.offload_optimizer
-        if zero.stage != 2 or offload is None or offload.device != "cpu":
-            what = f"needs {_ZERO}.stage 2 with offload_optimizer.device cpu, found stage {zero.stage}"
-            yield Problem("fp16.fp16_master_weights_and_grads", what, "set it to false")
     yield from _check_accumulation(config)
+    yield from _check_state_dtypes(config)
+
+
+def _check_state_dtypes(config: Config) -> Iterator[Problem]:
+    """Masters and states of the optimizer that do not rest in fp32."""
+    types, stage = config.data_types, config.zero_optimization.stage
+    model = train_dtype(config)
+    for name, section in (("fp16", config.fp16), ("bf16", config.bf16)):
+        path = f"{name}.{name}_master_weights_and_grads"
+        if not getattr(section, path.partition(".")[2]):
+            continue
+        if not section.enabled:
+            yield Problem(path, f"needs {name}.enabled", "set that to true, or this to false")
+        elif not stage:
+            what = f"needs {_ZERO}.stage 1 to 3, found 0"
+            yield Problem(path, what, f"use data_types.master_dtype {show(name)} instead, or stage 1")
+        elif types.master_dtype not in (None, name):
+            yield Problem("data_types.master_dtype", f"{show(types.master_dtype)}, and {path} is true", "choose one")
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        what = "needs bf16.bf16_master_weights_and_grads"
+        cure = 'set that to true, or use data_types.optimizer_states "bf16" instead'
+        yield Problem("bf16.bf16_optimizer_states", what, cure)
+    if types.master_dtype not in (None, "fp32", model):
+        what = f"{show(types.master_dtype)} masters of a {model} model"
+        cure = f"use fp32, or set {types.master_dtype}.enabled to true"
+        yield Problem("data_types.master_dtype", what, cure)
+    if types.master_rounding != "nearest" and master_dtype(config) == "fp32":
+        what = f"{show(types.master_rounding)}, and masters are fp32, which no update rounds"
+        yield Problem("data_types.master_rounding", what, "set data_types.master_dtype, or leave the key out")
 
 
 def _check_trace(config: Config) -> Iterator[Problem]:

@@ -5,24 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, require_slots, resolve_batch
+from mpispeed.config.dtypes import (
+    accumulation_dtype,
+    communication_dtype,
+    master_dtype,
+    masters_and_grads,
+    masters_key,
+    optimizer_dtypes,
+    train_dtype,
+)
 from mpispeed.config.elastic_batch import elastic_triple
-from mpispeed.config.mixed import cast_dtype
 from mpispeed.config.root import Config
-
-
-def train_dtype(config: Config) -> str:
-    """Format of the model: fp16, bf16 or fp32."""
-    return cast_dtype(config) or "fp32"
-
-
-def communication_dtype(config: Config) -> str:
-    """Format in which gradients travel."""
-    return config.communication_data_type or train_dtype(config)
-
-
-def accumulation_dtype(config: Config) -> str:
-    """Format in which gradients are accumulated: fp32 at every stage, also for 16-bit models, unless set."""
-    return config.data_types.grad_accum_dtype or "fp32"
 
 
 def overlaps_communication(config: Config) -> bool:
@@ -72,7 +65,16 @@ def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
         found["communication_data_type"] = (communication_dtype(config), f"derived: the model is {model}")
     if config.data_types.grad_accum_dtype is None:
         reason = "derived: gradients add up in fp32 unless this key says otherwise"
+        if masters_and_grads(config):
+            reason = f"derived: {masters_key(config)} is true"
         found["data_types.grad_accum_dtype"] = (accumulation_dtype(config), reason)
+    if config.data_types.master_dtype is None:
+        reason = f"derived: {masters_key(config)} is true" if masters_and_grads(config) else "default"
+        found["data_types.master_dtype"] = (master_dtype(config), reason)
+    if config.data_types.optimizer_states is None:
+        is_bf16 = optimizer_dtypes(config) == "bf16"
+        reason = "derived: bf16.bf16_optimizer_states is true" if is_bf16 else "default"
+        found["data_types.optimizer_states"] = (optimizer_dtypes(config), reason)
     if config.zero_optimization.overlap_comm is None:
         reason = f"derived: zero_optimization.stage is {stage}"
         found["zero_optimization.overlap_comm"] = (overlaps_communication(config), reason)

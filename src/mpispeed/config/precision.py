@@ -19,6 +19,7 @@ from mpispeed.config.section import (
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 ScaleOrDynamic = Annotated[NonNegative | Literal["dynamic"], either('"dynamic" or a number from 0 on')]
+StateDtype = Literal["fp32", "bf16", "int8"]
 
 
 class Fp16(Section):
@@ -33,7 +34,7 @@ class Fp16(Section):
     consecutive_hysteresis: bool = Field(False, description="Refill the forgiven overflows at every clean step.")
     min_loss_scale: NonNegative = Field(1.0, description="The dynamic scale never goes below this.")
     fp16_master_weights_and_grads: bool = Field(
-        False, description="Keep masters and gradients in fp16; ZeRO stage 2 with an optimizer on the host only."
+        False, description="Keep masters and accumulated gradients in fp16; ZeRO stages 1 to 3."
     )
 
 
@@ -43,6 +44,12 @@ class Bf16(Section):
     enabled: bool = Field(False, description="Cast the model to bf16; not together with fp16.")
     immediate_grad_update: bool = Field(
         False, description="Add each gradient to the fp32 accumulator as soon as it is there."
+    )
+    bf16_master_weights_and_grads: bool = Field(
+        False, description="Keep masters and accumulated gradients in bf16; ZeRO stages 1 to 3."
+    )
+    bf16_optimizer_states: bool = Field(
+        False, description="Keep the optimizer's states in bf16; with bf16_master_weights_and_grads."
     )
 
 
@@ -97,4 +104,19 @@ class DataTypes(Section):
     grad_accum_dtype: Literal["fp16", "bf16", "fp32", "int8"] | None = Field(
         None,
         description="Format in which gradients are accumulated; null is fp32, also for 16-bit models.",
+    )
+    master_dtype: Dtype | None = Field(
+        None,
+        description="Format in which masters rest between updates: fp32, or that of the 16-bit model; null is fp32 "
+        "(mpispeed only).",
+    )
+    master_rounding: Literal["nearest", "stochastic", "kahan"] = Field(
+        "nearest",
+        description="How an update rounds 16-bit masters; kahan keeps the rest in a second 16-bit number "
+        "(mpispeed only).",
+    )
+    optimizer_states: StateDtype | dict[str, StateDtype] | None = Field(
+        None,
+        description="Format in which states of the optimizer rest: one for all, or one by name as exp_avg; int8 has "
+        "a scale for each 256 elements; null is fp32 (mpispeed only).",
     )

@@ -28,7 +28,6 @@ def _any_of(*names: str) -> Callable[[Any], bool]:
 
 _Z = "zero_optimization"
 UNAVAILABLE: tuple[Row, ...] = (
-    Row("fp16.fp16_master_weights_and_grads", bool, "fp16 masters are not available; use false"),
     Row(
         "expert_parallel.score_apply",
         lambda value: value == "pre",

@@ -13,7 +13,7 @@ import torch
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.store.placement import Tier
-from mpispeed.store.tiers import GRAD, MASTER, PARAM, SwapPlan
+from mpispeed.store.tiers import GRAD, MASTER, MASTER_REST, PARAM, SwapPlan
 
 if TYPE_CHECKING:
     from mpispeed.config.zero import ZeroOptimization
@@ -105,8 +105,14 @@ def swapped_cells(table: Table, topology: Topology, slots: Iterable[str]) -> Cel
     for unit in table.units:
         states, padded = unit.states, unit.layout.padded
         if states.master.tier is Tier.NVME:
-            for kind in (*([] if states.master_is_param else [MASTER]), *states.slots_among(names)):
-                found[kind, unit.index] = padded // topology.group_size(states.master.axes), states.full
+            span, master = padded // topology.group_size(states.master.axes), states.codes.master
+            if not states.master_is_param:
+                found[MASTER, unit.index] = span, states.full if master is None else master.dtype
+            if master is not None and len(master.parts) > 1:
+                found[MASTER_REST, unit.index] = span, master.dtype
+            for kind in states.slots_among(names):
+                code = states.codes.slot(kind)
+                found[kind, unit.index] = span, states.full if code is None else code.dtype
         if states.grad.tier is Tier.NVME:
             found[GRAD, unit.index] = padded // topology.group_size(states.grad.axes), states.accumulate
     return found

@@ -13,6 +13,7 @@ import torch
 from mpispeed.base.device import HOST
 from mpispeed.base.errors import ConfigError, TopologyError, UnsupportedOption
 from mpispeed.config.derive import batch_sizes, overlaps_communication
+from mpispeed.config.dtypes import masters_and_grads
 from mpispeed.config.mixed import cast_dtype
 from mpispeed.mesh.device_paths import NOTHING, Choice
 from mpispeed.optim.choice import needs_of
@@ -20,9 +21,11 @@ from mpispeed.plan.mixed import Mixed, mixed_precision
 from mpispeed.plan.placements import Placing, States, place
 from mpispeed.plan.sequence_axis import SequenceAxis
 from mpispeed.plan.slots import Slots
+from mpispeed.plan.state_dtypes import codes_of, describe_codes
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.prefetch import Limits
+from mpispeed.store.state_code import PLAIN as PLAIN_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -247,6 +250,7 @@ class Plan:
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
             *([("autocast", said)] if (said := self.mixed.describe()) else []),
+            *([("at rest", describe_codes(self.config))] if codes_of(self.config) != PLAIN_CODES else []),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.config.reduction}"),
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),
@@ -327,7 +331,7 @@ def make_plan(
 
 def _policy(config: Config, mixed: Mixed, sequence: SequenceAxis, model_dtype: torch.dtype) -> Policy:
     return resolve(
-        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        grad_accum_dtype=config.data_types.grad_accum_dtype or masters_and_grads(config) or None,
         communication_data_type=_wire(config, sequence),
         model_dtype=mixed.model or model_dtype,
     )

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpispeed.base.distinct import distinct_over
+from mpispeed.config.dtypes import accumulation_dtype
 from mpispeed.nn.expert import ExpertModules, RoutedExperts
 from mpispeed.nn.tensor import cuts, partial_gradients
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.mixed import find_lowered, find_norms
 from mpispeed.plan.offload_plan import leading_units, offload_of
 from mpispeed.plan.placements import distinct_factor
+from mpispeed.plan.state_dtypes import codes_of
 from mpispeed.sharding.quantized import Codes
 from mpispeed.sharding.units import Tie, choose_resident, plan_units
 from mpispeed.store.placement import REPLICATED, Placement, Tier
+from mpispeed.store.state_code import PLAIN as NO_CODES
 from mpispeed.store.unit_states import DATA_AXES, Copies, UnitStates
 
 if TYPE_CHECKING:
@@ -178,6 +181,7 @@ class _Dealer:
         plan, states = self._plan, self._plan.states
         kind = _kind(unit)
         compute, full, accumulate, wire = self._dtypes(unit)
+        codes = codes_of(plan.config) if unit.is_trainable and full == torch.float32 else NO_CODES
         param, is_outside = self._param(unit), unit.index in self._outside
         has_second = not param.is_replicated and kind.partial == DATA_AXES
         grad, master = (
@@ -188,6 +192,7 @@ class _Dealer:
         is_apart = plan.device.type != "cpu" and (master.tier is Tier.DEVICE) != (
             param.is_replicated or states.param.tier is Tier.DEVICE
         )
+        rest = full if codes.master is None else codes.master.dtype
         return UnitStates.of(
             self._topology,
             param=param,
@@ -200,7 +205,8 @@ class _Dealer:
             full=full,
             accumulate=accumulate,
             wire=wire,
-            master_is_param=unit.is_trainable and compute == full and not self._own_masters and not is_apart,
+            master_is_param=unit.is_trainable and compute == rest and not self._own_masters and not is_apart,
+            codes=codes,
             is_coded=self._takes_codes(unit) and not param.is_replicated,
             slots=kind.slots,
         )
@@ -238,7 +244,7 @@ class _Dealer:
         if own == torch.float64:
             return compute, full, own, own
         kind, accumulate = _kind(unit), torch.float32
-        if plan.config.data_types.grad_accum_dtype:
+        if accumulation_dtype(plan.config) != "fp32":
             accumulate = policy.accumulate
         wire = kind.wire or (policy.communicate if plan.is_wire_set else own)
         return compute if is_kept else kind.compute or compute, full, accumulate, wire

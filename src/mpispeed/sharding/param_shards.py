@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from mpispeed.base.errors import StoreError
+from mpispeed.mesh.comm import text_of
 from mpispeed.sharding import sharded_param
 from mpispeed.sharding.collecting import Collector
 from mpispeed.sharding.quantized import Codes
 from mpispeed.store import host_memory
 from mpispeed.store.arena import Arena
+from mpispeed.store.coded_tensor import CodedTensor, draw_base
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import REPLICATED, Placement
 from mpispeed.store.stored_tensor import MemoryTensor, StoredTensor
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.store.layout import Table, Unit
+    from mpispeed.store.state_code import StateCode
     from mpispeed.store.stored_tensor import Lease
 
 
@@ -216,16 +219,36 @@ class ParamShards:
         # Masters of another dtype start from the model as given, before it is rounded to the compute dtype.
         if not unit.is_trainable:
             self._masters.append(MemoryTensor(rest[:0].clone()))
+        elif states.codes.master is not None:
+            self._masters.append(self._coded_master(unit, source[span.slice]))
         elif not states.master_is_param:
             values = self.tiers.bring(MASTER, unit.index, source[span.slice], states.full, copies=True)
             self._masters.append(self.tiers.keep(MASTER, unit.index, values))
         else:
-            is_same = own == span and self._rest[-1].is_swapped
-            self._masters.append(self._rest[-1] if is_same else MemoryTensor(rest[span.shifted(-own.start).slice]))
+            self._masters.append(self._part_of_rest(unit))
         if is_resident:
             self.unshard(unit, rest)
         else:
             self.reshard(unit)
+
+    def _part_of_rest(self, unit: Unit) -> StoredTensor:
+        """The range of the masters in the parameters at rest, which were kept last."""
+        rest, own, span = self._rest[-1], self.rest_span(unit), self.span(unit)
+        return rest if own == span and rest.is_swapped else MemoryTensor(rest.get()[span.shifted(-own.start).slice])
+
+    def _coded_master(self, unit: Unit, source: torch.Tensor) -> StoredTensor:
+        """Masters that rest in a code, made from the model as given."""
+        states, code = unit.states, unit.states.codes.master
+        param = self._part_of_rest(unit) if states.master_is_param else None
+        numel, base = self.span(unit).numel, draw_base(unit.layout.entries[0].name, self.span(unit).start)
+        made = self.tiers.coded(MASTER, unit.index, numel, cast("StateCode", code), base=base, param=param)
+        try:
+            made.put(source.to(states.full))
+        except Exception as error:  # as in `Tiers.keep`: the other ranks go on
+            if not made.is_swapped:
+                raise
+            self.tiers.problem = self.tiers.problem or text_of(error)
+        return made
 
     # -- the parameters of the model ---------------------------------------------------------------------------------
 
@@ -367,7 +390,7 @@ class ParamShards:
     @property
     def master_bytes(self) -> int:
         """Masters in memory that are not the parameters themselves."""
-        return sum(stored.memory_bytes for stored in self._own_masters())
+        return sum(stored.memory_bytes for stored in self._own_masters())  # of coded ones without parameters
 
     @property
     def swapped_bytes(self) -> int:
@@ -376,7 +399,7 @@ class ParamShards:
 
     def _own_masters(self) -> Iterator[StoredTensor]:
         pairs = zip(self.table.all_units, self._masters, strict=False)  # fewer until all units are adopted
-        return (stored for unit, stored in pairs if not unit.states.master_is_param)
+        return (stored for unit, stored in pairs if not unit.states.master_is_param or isinstance(stored, CodedTensor))
 
 
 def find_edited(shards: ParamShards, unit: Unit) -> str:

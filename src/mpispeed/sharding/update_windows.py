@@ -16,8 +16,10 @@ from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Drifts, Exchanges
 from mpispeed.optim.rule import KeepsState, Layerwise, Matrixwise, Rule, Window
+from mpispeed.store.coded_tensor import WINDOW, CodedLease, CodedTensor, draw_base
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import Tier
+from mpispeed.store.state_code import SCALED
 from mpispeed.store.stored_tensor import WholeLease
 from mpispeed.store.tiers import IN_MEMORY, MASTER, Tiers
 
@@ -44,17 +46,31 @@ class StateStore:
         slots: Sequence[str],
         tiers: Tiers = IN_MEMORY,
         has: Callable[[Unit], bool] = lambda _: True,
+        *,
+        codes: bool = False,
     ) -> None:
-        """Start with zeros. Args: `tiers` says which slots are in swap files, `has` which units have any."""
+        """Start with zeros.
+
+        Args:
+            table: the units.
+            params: says which part this rank has.
+            slots: names of the states.
+            tiers: which slots are in swap files.
+            has: which units have any.
+            codes: slots rest in the codes of the units' states.
+        """
         self.slots = tuple(slots)
         self.edits = 0  # how often slots were set by something else than an update
+
+        def zeros(unit: Unit, slot: str) -> StoredTensor:
+            span, code = params.span(unit), unit.states.codes.slot(slot) if codes else None
+            if code is None:
+                return tiers.zeros(slot, unit.index, span.numel, unit.states.full)
+            base = draw_base(unit.layout.entries[0].name, span.start)
+            return tiers.coded(slot, unit.index, span.numel, code, base=base)
+
         self._tensors = [
-            {
-                slot: tiers.zeros(slot, unit.index, params.span(unit).numel, unit.states.full)
-                for slot in unit.states.slots_among(self.slots)
-            }
-            if has(unit)
-            else {}
+            {slot: zeros(unit, slot) for slot in unit.states.slots_among(self.slots)} if has(unit) else {}
             for unit in table.units
         ]
 
@@ -63,7 +79,7 @@ class StateStore:
         return self._tensors[unit.index]
 
     def of(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Slot name -> flat tensor over the unit's master span: itself if it is in memory, else a copy."""
+        """Slot name -> flat tensor over the unit's master span: itself if it is plain and in memory, else a copy."""
         return {slot: stored.get() for slot, stored in self._tensors[unit.index].items()}
 
     def put(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:
@@ -104,6 +120,14 @@ class _Borrowed:
         """All leases of the chunk."""
         out = [] if self.out is None else [self.out]
         return [self.master, *self.state.values(), *out, self.grad]
+
+    def settle(self, step: int) -> torch.Tensor | None:
+        """Encode what rests in codes, for update number `step`.
+
+        Gives 16-bit masters as they rest, rounded once: what parameters in other memory are to be.
+        """
+        found = {id(lease): lease.settle(step) for lease in self.leases() if isinstance(lease, CodedLease)}
+        return found.get(id(self.master))
 
     def give_back(self, *, changed: bool) -> None:
         """Give back all leases, even if one cannot be written; gradients are never changed."""
@@ -227,6 +251,9 @@ class UpdateWindows:
                             (window.master, not self.is_swapping) if window.out is None else (window.out, True)
                         )
                         self._bring(far, source, is_kept=is_kept)
+            rounded = borrowed.settle(step)
+            if rounded is not None and borrowed.out is not None:
+                self._bring(borrowed.out.wait(), rounded, is_kept=not self.is_swapping)
             changed = True
         finally:
             waiting.popleft()
@@ -250,6 +277,8 @@ class UpdateWindows:
                 length = min(length, self._plan.window_elements)
             elif self._most_elements is not None:
                 length = min(length, self._most_elements)
+            if any(isinstance(stored, CodedTensor) for stored in tensors):
+                length = max(min(length, WINDOW) // SCALED, 1) * SCALED  # scales are of whole blocks
             for start in range(0, own.numel, max(length, 1)):
                 yield unit, Span(own.start + start, own.start + min(start + length, own.numel))
 
@@ -283,7 +312,8 @@ class UpdateWindows:
         """
         local = span.shifted(-borrowed.chunk.start).slice
         master, far = borrowed.master.wait()[local], None
-        out = None if borrowed.out is None else borrowed.out.wait()[local]
+        is_coded = isinstance(borrowed.master, CodedLease)
+        out = None if borrowed.out is None or is_coded else borrowed.out.wait()[local]
         after = None
         if out is not None and out.device != master.device and self._keeps_windows:
             after, out = partial(self._round_and_bring, out, master), None

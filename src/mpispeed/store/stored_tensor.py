@@ -48,7 +48,10 @@ class StoredTensor(Protocol):
 
     numel: int
     dtype: torch.dtype
-    is_swapped: bool
+
+    @property
+    def is_swapped(self) -> bool:
+        """True if it is in a swap file, be it in part."""
 
     @property
     def memory_bytes(self) -> int:

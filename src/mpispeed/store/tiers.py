@@ -14,15 +14,20 @@ from mpispeed.base.errors import StoreError
 from mpispeed.mesh.comm import text_of
 from mpispeed.native.block_io import ALIGNMENT, BlockIO, Options
 from mpispeed.store import host_memory
+from mpispeed.store.coded_tensor import CodedTensor, Scratch
 from mpispeed.store.pool import Pool
 from mpispeed.store.stored_tensor import STEP, MemoryTensor, StoredTensor, SwappedTensor
 
 if TYPE_CHECKING:
     from mpispeed.native.block_io import BlockFile
+    from mpispeed.store.state_code import StateCode
     from mpispeed.store.swap import SwapFolder
 
 PARAM, MASTER, GRAD = "param", "master", "grad"
 """Kinds of model state; every other kind is the name of a slot of optimizer state."""
+
+MASTER_REST = "master.rest"
+"""What 16-bit masters leave to a second number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class Tiers:
 
     Attributes:
         is_swapping: this rank or another has states in swap files; equal on all ranks.
+        scratch: memory for decoded ranges of states.
         problem: the first failure of `keep`, or "".
     """
 
@@ -118,7 +124,7 @@ class Tiers:
         self.device, self._on_host = device, frozenset(on_host)
         self._pins = frozenset(pins) if device.type != "cpu" else frozenset()
         self.is_swapping = others_swap or bool(self.plan.tensors)
-        self.problem = ""
+        self.problem, self.scratch = "", Scratch()
         self._folders = {id(folder): folder for folder in (folders or {}).values()}
         self._files: dict[str, BlockFile] = {}
         self._ends: dict[str, int] = {}
@@ -209,6 +215,29 @@ class Tiers:
         if home.type == "cpu" and not is_pinned:
             return MemoryTensor(host_memory.zeros(numel, dtype))
         return MemoryTensor(torch.zeros(numel, dtype=dtype, device=home, pin_memory=is_pinned))
+
+    def coded(
+        self, kind: str, unit: int, numel: int, code: StateCode, *, base: int, param: StoredTensor | None = None
+    ) -> CodedTensor:
+        """A stored tensor of zeros that rests in a code; scales of blocks are in memory in any case.
+
+        Args:
+            kind: as for `zeros`.
+            unit: index of the unit.
+            numel: elements of the values.
+            code: the code.
+            base: number of the first element where stochastic rounding draws.
+            param: the parameters, if they are the first part.
+        """
+        parts: list[StoredTensor] = [] if param is None else [param]
+        for part in code.parts[len(parts) :]:
+            count = part.count(numel)
+            if part.stride > 1:
+                made = torch.zeros(count, dtype=part.dtype, device=self.home(kind, unit))
+                parts.append(MemoryTensor(made))
+            else:
+                parts.append(self.zeros(MASTER_REST if kind == MASTER and parts else kind, unit, count, part.dtype))
+        return CodedTensor(code, parts, numel, base=base, is_param=param is not None, scratch=self.scratch)
 
     def _swapped(self, kind: str, numel: int, dtype: torch.dtype) -> SwappedTensor:
         end = self._ends[kind] + padded_bytes(numel, dtype)

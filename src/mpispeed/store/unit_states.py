@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.store.placement import REPLICATED, Placement
+from mpispeed.store.state_code import PLAIN, StateCodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,10 +52,11 @@ class UnitStates:
         last_sum: the part of `partial` that accumulators are summed over, once in a step.
         copies: groups of ranks along other axes that have copies.
         compute: dtype of parameters.
-        full: dtype of masters and optimizer states.
+        full: dtype of masters and optimizer states in an update, and at rest without codes.
         accumulate: dtype of accumulated gradients.
         wire: dtype of gradients in messages.
         master_is_param: masters are (a slice of) the parameters and have no memory of their own.
+        codes: in which masters and optimizer states rest between updates.
         is_coded: shards of parameters rest as 8-bit codes, and are gathered so.
         slots: names of the optimizer's states, where units differ in them; None: all that the optimizer has.
         differs_over_data: ranks of the data axis may have parameters of their own; follows from `partial`.
@@ -73,6 +75,7 @@ class UnitStates:
     accumulate: torch.dtype = torch.float32
     wire: torch.dtype = torch.float32
     master_is_param: bool = False
+    codes: StateCodes = PLAIN
     is_coded: bool = False
     slots: tuple[str, ...] | None = None
     differs_over_data: bool = field(init=False)

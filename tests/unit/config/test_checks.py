@@ -314,10 +314,6 @@ ASKS = {
     "zero_optimization.load_from_fp32_weights": {"zero_optimization": {"load_from_fp32_weights": False}},
     "zero_optimization.zeropp_loco_param": {"zero_optimization": {"zeropp_loco_param": {}}},
     "zero_optimization.mics_shard_size": {"zero_optimization": {"mics_shard_size": 2}},
-    "fp16.fp16_master_weights_and_grads": {
-        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    },
     "weight_quantization": {"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 4}}}},
     "pipeline.stages": {"pipeline": {"stages": 2}},
     "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},

@@ -9,7 +9,8 @@ import pytest
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.config import Config, explain, load, schema
-from mpispeed.config.derive import accumulation_dtype, communication_dtype, measures_wall_clock, overlaps_communication
+from mpispeed.config.derive import measures_wall_clock, overlaps_communication
+from mpispeed.config.dtypes import accumulation_dtype, communication_dtype
 from mpispeed.config.legacy import ALIASES
 from mpispeed.config.schema import reference_page
 from mpispeed.config.section import walk

@@ -42,6 +42,7 @@ from mpispeed.optim.torch_rule import in_windows
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.local_gradients import require_whole
 from mpispeed.plan.mixed import find_norms, make_scaler
+from mpispeed.plan.state_dtypes import require_codes
 from mpispeed.plan.units import kinds_of
 from mpispeed.precision.cast import Casting
 from mpispeed.sharding.averaged_gradients import AveragedGradients
@@ -216,6 +217,7 @@ def choose_rule(
     # A client's schedulers count groups, and all stages of a pipeline must have the same groups.
     _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
     _check_cuts(plan, rule, name, optimizer)
+    require_codes(plan.config, name, rule.state_names, takes_any_cut=takes_any_cut(rule))
     if is_swapping(plan) and isinstance(rule, Foreign):
         rule = in_windows(rule, groups)
     return rule, groups, optimizer
@@ -328,7 +330,7 @@ def _optimize(
     table, params = sharding.table, sharding.params
     reducer = choose_reducer(plan, model, table)
     shards, sums, channel = make_sums(plan, params.shards, reducer, sharding.wait)
-    states = StateStore(table, params.shards, rule.state_names, params.tiers)
+    states = StateStore(table, params.shards, rule.state_names, params.tiers, codes=True)
     _tell_uncut(plan, params, rule)
     update_windows = UpdateWindows(params.shards, shards, states, rule, most_elements=plan.window_elements)
     making = Making(plan, mesh, params, shards, sums, channel, states, rule, groups, update_windows, is_swapping(plan))

@@ -21,6 +21,7 @@ from mpispeed.engine.estimate.inputs import EstimateInputs, gather_inputs
 from mpispeed.engine.estimate.traffic import Moved, moved, update_tier
 from mpispeed.exchange.cost import Phase, Sent
 from mpispeed.plan.mixed import find_norms
+from mpispeed.store.coded_tensor import WINDOW
 from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
 
@@ -135,6 +136,7 @@ def _rows(outcome: Outcome, what: str) -> list[Sent]:
 
 def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
     total: dict[tuple[str, Tier], int] = {}
+    scratch = dict.fromkeys(Tier, 0)
     params, shards = outcome.params, outcome.grads.shards
 
     def add(what: str, tier: Tier, count_bytes: int) -> None:
@@ -146,14 +148,19 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
     add("outside of units", Tier.DEVICE, _outside_bytes(facts))
     for unit in facts.table.units:
         states, master, gradients = unit.states, params.stored_master(unit), shards.stored(unit)[0]
-        own = 0 if states.master_is_param else master.memory_bytes + master.file_bytes
-        add("masters", states.master.tier, own)
-        add(
-            "optimizer state", states.master.tier, master.numel * facts.state_bytes_of(unit) * states.full.itemsize // 4
-        )
+        is_param = states.master_is_param and states.codes.master is None
+        add("masters", states.master.tier, 0 if is_param else master.memory_bytes + master.file_bytes)
+        state_bytes, scale_bytes = facts.state_sizes(unit, master.numel)
+        add("optimizer state", states.master.tier, state_bytes - scale_bytes)
+        add("optimizer state", update_tier(unit), scale_bytes)
+        coded = [*filter(None, (states.codes.master, *map(states.codes.slot, states.slots_among(facts.slots))))]
+        if coded:
+            scratch[update_tier(unit)] = max(scratch[update_tier(unit)], len(coded) * 4 * min(master.numel, WINDOW))
         add("gradients", states.grad.tier, gradients.memory_bytes + gradients.file_bytes)
         for what, count_bytes in facts.exchange.held(facts, unit):
             add(what, update_tier(unit), count_bytes)
+    for tier, size in scratch.items():
+        add("decoded states", tier, size)
     add("errors of quantized sums", Tier.DEVICE, outcome.error_bytes)
     for what in dict.fromkeys(what for what, _ in total):
         for tier in Tier:
@@ -216,7 +223,10 @@ def _build_bytes(facts: EstimateInputs) -> int:
         rest = facts.span(unit, unit.states.param) * compute.itemsize
         is_source = unit.states.param.is_replicated and compute == unit.dtype
         has_masters = unit.is_trainable and not unit.states.master_is_param
-        masters = facts.span(unit, unit.states.master) * master.itemsize if has_masters else 0
+        span, code = facts.span(unit, unit.states.master), unit.states.codes.master
+        masters = span * master.itemsize if has_masters else 0
+        if code is not None:
+            masters = code.nbytes(span) - (span * code.dtype.itemsize if unit.states.master_is_param else 0)
         made = rest + masters
         gathered = source if facts.is_init_sharded and not unit.states.param.is_replicated else 0
         most = max(most, held + source + gathered + made - (rest if is_source else 0))

@@ -69,6 +69,15 @@ class EstimateInputs:
         """Placement of masters, but for units whose states say otherwise."""
         return self.plan.states.master
 
+    def state_sizes(self, unit: Unit, numel: int) -> tuple[int, int]:
+        """Bytes of optimizer states for `numel` elements of a unit, and those among them of scales of 8-bit codes."""
+        states = unit.states
+        codes = [states.codes.slot(slot) for slot in states.slots_among(self.slots)]
+        if not any(codes):
+            return numel * self.state_bytes_of(unit) * states.full.itemsize // 4, 0
+        total = sum(numel * states.full.itemsize if code is None else code.nbytes(numel) for code in codes)
+        return total, total - sum(numel * (states.full if code is None else code.dtype).itemsize for code in codes)
+
     def dry_mesh(self) -> Mesh:
         """The ranks, seen from the first rank of the model's pipeline stage; nothing moves."""
         topology, model = self.topology, self.model

@@ -64,15 +64,19 @@ def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
     """States to the optimizer and back, and updated parameters to their tier."""
     span = facts.span(unit, unit.states.master)
     compute, master, runs = unit.states.compute, unit.states.full, update_tier(unit)
-    states = {"optimizer state": facts.state_bytes_of(unit) * master.itemsize // 4}
+    code, (state_bytes, scale_bytes) = unit.states.codes.master, facts.state_sizes(unit, span)
+    states = {"optimizer state": state_bytes - scale_bytes}
+    if code is not None:
+        is_param = unit.states.master_is_param
+        states["masters"] = code.nbytes(span) - (span * code.dtype.itemsize if is_param else 0)
     if unit.states.master_is_param:
         move("updated parameters", unit.states.param.tier, runs, span * compute.itemsize)
-    else:
-        states["masters"] = master.itemsize
+    elif code is None:
+        states["masters"] = span * master.itemsize
     move("updated parameters", runs, unit.states.param.tier, span * compute.itemsize)
     for what, size in states.items():
-        move(what, unit.states.master.tier, runs, span * size)
-        move(what, runs, unit.states.master.tier, span * size)
+        move(what, unit.states.master.tier, runs, size)
+        move(what, runs, unit.states.master.tier, size)
 
 
 def _move_gradients(facts: EstimateInputs, unit: Unit, move: Move) -> None:

@@ -32,6 +32,7 @@ from mpispeed.engine.state.global_layout import (
 from mpispeed.engine.state.rule_numbers import numbers_by_name
 from mpispeed.optim.rule import MASK, KeepsNumbers
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.state_dtypes import describe_codes
 from mpispeed.sharding.units import tied_names
 
 if TYPE_CHECKING:
@@ -392,6 +393,7 @@ def _state(parts: Parts, whole: GlobalLayout, kept: Kept, client_state: dict[str
             "name": optimization.rule.name,
             # rank 0 writes it, and its stage may train nothing
             "slots": sorted({*optimization.rule.state_names}.union(*kept.slots.values())),
+            "dtypes": describe_codes(parts.plan.config),
             "scalars": {"of_params": kept.to_tree(), "of_rule": _scalars(parts)},
             "param_groups": [
                 {**{k: v for k, v in group.items() if k not in ("params", MASK)}, "params": members[index]}

@@ -25,6 +25,7 @@ from mpispeed.nn.tensor.tensor_cut import OWN
 from mpispeed.optim.rule import KeepsState
 from mpispeed.pipe.module import PipelineModule
 from mpispeed.plan.placements import distinct_factor
+from mpispeed.store.coded_tensor import WINDOW, CodedTensor
 from mpispeed.store.layout import Span
 from mpispeed.store.stored_tensor import STEP, MemoryTensor
 from mpispeed.store.transfers import own_share
@@ -442,17 +443,20 @@ def _pieces(parts: Parts, whole: GlobalLayout, place: Place, holder: StoredTenso
     if not common.numel:
         return ()
     local = common.shifted(-held.start)
-    values = _later(parts, holder, local) if holder.is_swapped else holder.get()[local.slice].cpu()
+    is_later = holder.is_swapped or isinstance(holder, CodedTensor)
+    values = _later(parts, holder, local) if is_later else holder.get()[local.slice].cpu()
     return whole.pieces(place.unit, place.entry.name, common.start - place.entry.offset, values)
 
 
 def _later(parts: Parts, holder: StoredTensor, span: Span) -> Deferred:
     length = parts.params.tiers.plan.window_elements
+    if isinstance(holder, CodedTensor):
+        length = WINDOW if not holder.is_swapped else min(WINDOW, length)
 
     def read(first: int, last: int) -> Iterator[torch.Tensor]:
         return read_parts(holder, Span(span.start + first, span.start + last), length)
 
-    return Deferred(span.numel, holder.dtype, read)
+    return Deferred(span.numel, holder.dtype, read, is_in_memory=not holder.is_swapped)
 
 
 def read_parts(holder: StoredTensor, span: Span, length: int) -> Iterator[torch.Tensor]:

@@ -36,6 +36,7 @@ from mpispeed.engine.state.weights import load_by
 from mpispeed.exchange.saved import NAMES_SHOWN, Loading
 from mpispeed.optim.rule import MASK, KeepsCounts, KeepsNumbers, KeepsState, Matrixwise
 from mpispeed.pipe.module import PipelineModule
+from mpispeed.plan.state_dtypes import describe_codes
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
@@ -255,6 +256,7 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
         if not settings.module_only:
             _forget_states(parts)
             if settings.optimizer_states:
+                _tell_dtypes(parts, source, saved)
                 _take_groups(parts, source, saved, pairs, whole_model)
                 loading = _loading(parts, source, state, whole_model)
                 _read_slots(parts, loading, saved, whole_model)
@@ -268,6 +270,13 @@ def _take(parts: Parts, source: Checkpoint, state: dict[str, Any], settings: Loa
     parts.params.refresh()
     if parts.buffers is not None:
         parts.buffers.look()
+
+
+def _tell_dtypes(parts: Parts, source: Checkpoint, saved: dict[str, Any]) -> None:
+    """Log where states rest in other dtypes than they did when they were saved."""
+    here, there = describe_codes(parts.plan.config), saved.get("dtypes")
+    if there is not None and there != here and parts.mesh.rank == 0:
+        log.info("states of %s rested as: %s; they are converted to: %s", source.path, there, here)
 
 
 def _names_of_all(parts: Parts, whole: GlobalLayout) -> tuple[set[str], set[str]]:

@@ -21,6 +21,7 @@ from mpispeed.engine.build.nvme_tiers import io_options
 from mpispeed.native.block_io import ALIGNMENT, BlockIO
 from mpispeed.optim.foreign import Foreign
 from mpispeed.sharding.param_shards import OffloadStateTypeEnum as Kind
+from mpispeed.store.coded_tensor import CodedTensor
 from mpispeed.store.preflight import preflight
 from mpispeed.store.private_folder import run_name
 from mpispeed.store.stored_tensor import MemoryTensor
@@ -377,7 +378,8 @@ def _holders(parts: Parts, kind: str) -> Iterator[MemoryTensor | torch.Tensor]:
             states = optimization.rule.optimizer.state.values()
             tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
             yield from (tensor for tensor in tensors if tensor.dim())
-    yield from {id(holder): holder for holder in holders if isinstance(holder, MemoryTensor)}.values()
+    parted = (part for holder in holders for part in (holder.parts if isinstance(holder, CodedTensor) else (holder,)))
+    yield from {id(part): part for part in parted if isinstance(part, MemoryTensor)}.values()
 
 
 def _add_bound(parts: Parts, found: dict[int, _Stored]) -> None:

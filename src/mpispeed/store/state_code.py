@@ -1,0 +1,159 @@
+"""Codes in which model states rest between updates: 16-bit numbers, pairs of them, 8-bit codes with scales. Pure.
+
+Sources. 8 bits with a scale for each block: Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+arXiv 2110.02861. Stochastic rounding and compensated sums of weights in bf16: Zamirai et al., "Revisiting BFloat16
+Training", arXiv 2010.06192.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mpispeed.native import state_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.uint8}
+"""Type of the elements of a code, by its word."""
+
+UNSIGNED = frozenset({"exp_avg_sq", "sum"})
+"""Slots of optimizers whose values are never negative: all 8 bits are for the size."""
+
+
+SCALED = state_codes.BLOCK
+"""Elements under one scale: shards are cut at multiples of it, so that codes do not depend on the cut."""
+
+
+class Draws(NamedTuple):
+    """Place of a range in the numbers that stochastic rounding draws.
+
+    Attributes:
+        step: number of the update.
+        start: number of the first element, the same whatever the ranks are.
+    """
+
+    step: int
+    start: int
+
+
+class Part(NamedTuple):
+    """One tensor of a code: its dtype, and the elements of the state for which it has one element."""
+
+    dtype: torch.dtype
+    stride: int = 1
+
+    def count(self, numel: int) -> int:
+        """Elements for `numel` elements of the state."""
+        return -(-numel // self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCode:
+    """The form in which a state rests; an update sees it in fp32.
+
+    Attributes:
+        word: "bf16", "fp16" or "int8".
+        rounding: of updates in 16 bits: "nearest", "stochastic", or "kahan", which keeps what the rounding lost in a
+            second 16-bit number.
+        is_signed: of 8-bit codes.
+        seed: of stochastic rounding.
+    """
+
+    word: str
+    rounding: str = "nearest"
+    is_signed: bool = True
+    seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements of its first part."""
+        return DTYPES[self.word]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its tensors."""
+        if self.word == "int8":
+            return Part(torch.uint8), Part(torch.float32, SCALED)
+        return (Part(self.dtype),) * (2 if self.rounding == "kahan" else 1)
+
+    @property
+    def step(self) -> int:
+        """Coded ranges begin at multiples of this."""
+        return max(part.stride for part in self.parts)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` elements."""
+        return sum(part.count(numel) * part.dtype.itemsize for part in self.parts)
+
+    def encode(self, parts: Sequence[Tensor], values: Tensor, draws: Draws | None = None) -> None:
+        """Fill the parts of a range that begins at a multiple of `step`.
+
+        What a code holds is kept to the bit: decoding and encoding again gives the same values. Without `draws` values
+        are rounded to the nearest.
+
+        Shapes: parts [`Part.count` of n] each; values [n], fp32.
+        """
+        threads = torch.get_num_threads()
+        if self.word == "int8":
+            state_codes.encode8(parts[0], parts[1], values, signed=self.is_signed, threads=threads)
+        elif self.rounding == "kahan":
+            # What is left of a value may round up to half of a last place, and the sum's own nearest be another: twice,
+            # so that pairs made of sums, as a load makes them, are the same pairs.
+            state_codes.split(parts[0], parts[1], values, threads=threads)
+            total = torch.empty_like(values)
+            state_codes.join(total, parts[0], parts[1], threads=threads)
+            state_codes.split(parts[0], parts[1], total, threads=threads)
+        elif self.rounding == "stochastic" and draws is not None:
+            step, start = draws
+            state_codes.round_stochastic(parts[0], values, seed=self.seed, step=step, start=start, threads=threads)
+        else:
+            state_codes.encode16(parts[0], values, threads=threads)
+
+    def decode(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Fill `out` with the values of a range. Shapes: as for `encode`."""
+        threads = torch.get_num_threads()
+        if self.word == "int8":
+            state_codes.decode8(out, parts[0], parts[1], signed=self.is_signed, threads=threads)
+        elif self.rounding == "kahan":
+            state_codes.join(out, parts[0], parts[1], threads=threads)
+        else:
+            state_codes.decode16(out, parts[0], threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCodes:
+    """Codes of the states of a unit.
+
+    Attributes:
+        master: of masters; None: they rest as they are updated.
+        words: of states of the optimizer, by slot: "fp32", "bf16" or "int8".
+        word: of slots that have none in `words`.
+        seed: of stochastic rounding.
+    """
+
+    master: StateCode | None = None
+    words: tuple[tuple[str, str], ...] = ()
+    word: str = "fp32"
+    seed: int = 0
+
+    def slot(self, name: str) -> StateCode | None:
+        """The code of a slot of the optimizer; None: it rests as it is updated.
+
+        16-bit slots are rounded stochastically: a second moment that moves by 1/1000 in a step, less than half of the
+        last place of bf16, would not move at all.
+        """
+        word = dict(self.words).get(name, self.word)
+        if word == "fp32":
+            return None
+        seed = self.seed ^ zlib.crc32(name.encode())
+        return StateCode(word, "nearest" if word == "int8" else "stochastic", name not in UNSIGNED, seed)
+
+
+PLAIN = StateCodes()
+"""All states rest as they are updated."""
