@@ -32,6 +32,7 @@ __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather
 
 PURPOSES = (
     "gradients", "parameters", "updated parameters", "gradients of shared weights", "losses", "gradient norm",
+    "losses of micro-batches",
 )  # fmt: skip
 """Order of the kinds of messages."""
 

@@ -276,6 +276,12 @@ class _DryRun:
         self._sharing.sum(grads)
         repeats.what = "gradient norm"
         sum_limbs(self._mesh, exact_sum.limbs_of(()))
+        slots = self._facts.plan.slots
+        if slots is not None and not isinstance(model, PipelineModule):  # see `engine.slot_losses.SlotLosses`
+            repeats.what = "losses of micro-batches"
+            comm, count = self._mesh[self._mesh.topology.names], slots.per_rank + 1
+            losses = torch.empty(comm.size * count, dtype=torch.float64, device=META)
+            comm.all_gather(losses, losses[:count])
         repeats.what = "updated parameters"
         if self._fetcher is not None:
             self._fetcher.reshard_all()
