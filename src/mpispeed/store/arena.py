@@ -22,8 +22,8 @@ class Arena:
     """Flat scratch tensors by dtype and size.
 
     Long ones in host memory are mapped when they are taken, and unmapped when they are given back: a step needs many
-    lengths, and rarely two at a time. Huge pages, where the system has them, make that cost no more than a tenth of
-    a copy. Short ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are
+    lengths, and rarely two at a time. Huge pages make that cost no more than a tenth of a copy; where the system has
+    none, new memory costs seven copies, and long ones are kept, too. Short ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are
     kept for the next taker.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
@@ -34,9 +34,10 @@ class Arena:
         peak_bytes: the most of these so far.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
-        """Args: `returns`: False keeps long buffers too."""
-        self.device, self._returns = torch.device(device), returns
+    def __init__(self, device: torch.device | str = "cpu", *, returns: bool | None = None) -> None:
+        """Args: `returns`: False keeps long buffers too; None: where there are no huge pages."""
+        self.device = torch.device(device)
+        self._returns = host_memory.has_huge_pages() if returns is None else returns
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
@@ -47,6 +48,9 @@ class Arena:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
 
         `pin`: in host memory it is page-locked, where this process computes on a device.
+
+        Raises:
+            MemoryError: there is no host memory for it.
         """
         with self._lock:
             home = devices.HOST if on_host and self.device.type != "meta" else self.device
@@ -71,7 +75,7 @@ class Arena:
         if is_pinned:
             return devices.pinned(numel, dtype)
         if self._is_returned(key) and home.type == "cpu":
-            return host_memory.empty(numel, dtype)
+            return host_memory.empty(numel, dtype, is_brief=True)
         return torch.empty(numel, dtype=dtype, device=home)
 
     def _is_returned(self, key: _Shelf) -> bool:
