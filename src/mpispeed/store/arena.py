@@ -17,15 +17,18 @@ _Shelf = tuple[torch.dtype, int, bool, bool]
 LEAST_RETURNED_BYTES = 4 << 20
 """From this size on pageable host memory goes back to the system when others need the room."""
 
+LEAST_SPARE_BYTES, SPARE_PART = 64 << 20, 8
+"""So much of it is kept in any case, or this part of what was in use at most."""
+
 
 class Arena:
     """Flat scratch tensors by dtype and size.
 
-    Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: what is
-    given back is kept as long as all together take no more than was ever in use at once, and what was given back first
-    goes to the system when a new one needs the room. Without this a process grows to the sum of all lengths; without
-    keeping any, new pages cost more than the copies into them. Short ones, page-locked ones, which are slow to make,
-    and those of a device, where work may be queued, are kept for the next taker in any case.
+    Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: of what is
+    given back a part is kept, the latest, and the rest goes to the system. Keeping all would make a process grow to the
+    sum of all lengths; keeping none costs new pages at every use, which are slower than the copies into them. Where the
+    system has no huge pages, new memory costs seven copies, and all are kept. So are short ones, page-locked ones,
+    which are slow to make, and those of a device, where work may be queued.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
@@ -35,21 +38,25 @@ class Arena:
         peak_bytes: the most of these so far.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
-        """Args: `returns`: False keeps long buffers too."""
-        self.device, self._returns = torch.device(device), returns
+    def __init__(self, device: torch.device | str = "cpu", *, returns: bool | None = None) -> None:
+        """Args: `returns`: False keeps long buffers too; None: where there are no huge pages."""
+        self.device = torch.device(device)
+        self._returns = host_memory.has_huge_pages() if returns is None else returns
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
         self._spare: dict[int, _Shelf] = {}  # by id of a long buffer that is free, the one given back first before
         self._lock = threading.Lock()
         self.owned_bytes = self.peak_bytes = 0
-        self._used_bytes = self._most_used_bytes = 0
+        self._used_bytes = self._most_used_bytes = self._spare_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False, pin: bool = False) -> torch.Tensor:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
 
         `pin`: in host memory it is page-locked, where this process computes on a device.
+
+        Raises:
+            MemoryError: there is no host memory for it.
         """
         with self._lock:
             home = devices.HOST if on_host and self.device.type != "meta" else self.device
@@ -59,15 +66,15 @@ class Arena:
             if shelf:
                 buffer = shelf.pop()
                 self._use(buffer.nbytes)
-                self._spare.pop(id(buffer), None)
+                if self._spare.pop(id(buffer), None) is not None:
+                    self._spare_bytes -= buffer.nbytes
                 event = self._last.pop(id(buffer), None)
                 if event is not None:
                     devices.follow(self.device, event)
             else:
-                self._use(numel * dtype.itemsize)
-                self._make_room(numel * dtype.itemsize)
                 with torch.inference_mode(False):  # it may be taken for training later
                     buffer = self._make(key, home)
+                self._use(buffer.nbytes)
                 self.owned_bytes += buffer.nbytes
                 self.peak_bytes = max(self.peak_bytes, self.owned_bytes)
             self._taken[id(buffer)] = key
@@ -77,21 +84,27 @@ class Arena:
         self._used_bytes += count
         self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
 
-    def _make_room(self, count: int) -> None:
-        """Let long buffers that nobody uses go, until `count` bytes more are no more than were ever in use."""
-        while self._spare and self.owned_bytes + count > self._most_used_bytes:
-            found, key = next(iter(self._spare.items()))
-            del self._spare[found]
-            shelf = self._free[key]
-            index = next(i for i, buffer in enumerate(shelf) if id(buffer) == found)
-            self.owned_bytes -= shelf.pop(index).nbytes
+    @property
+    def _most_spare_bytes(self) -> int:
+        return max(LEAST_SPARE_BYTES, self._most_used_bytes // SPARE_PART)
+
+    def _keep(self, buffer: torch.Tensor, key: _Shelf) -> None:
+        """Keep a long buffer; those given back first go to the system, as far as they are too many."""
+        self._spare[id(buffer)] = key
+        self._spare_bytes += buffer.nbytes
+        while self._spare_bytes > self._most_spare_bytes:
+            first = next(iter(self._spare))
+            shelf = self._free[self._spare.pop(first)]
+            size = shelf.pop(next(i for i, each in enumerate(shelf) if id(each) == first)).nbytes
+            self._spare_bytes -= size
+            self.owned_bytes -= size
 
     def _make(self, key: _Shelf, home: torch.device) -> torch.Tensor:
         dtype, numel, _, is_pinned = key
         if is_pinned:
             return devices.pinned(numel, dtype)
         if self._is_returned(key) and home.type == "cpu":
-            return host_memory.empty(numel, dtype)
+            return host_memory.empty(numel, dtype, is_brief=True)
         return torch.empty(numel, dtype=dtype, device=home)
 
     def _is_returned(self, key: _Shelf) -> bool:
@@ -111,7 +124,10 @@ class Arena:
             key = self._taken.pop(id(buffer))
             self._used_bytes -= buffer.nbytes
             if self._is_returned(key):
-                self._spare[id(buffer)] = key
+                if buffer.nbytes > self._most_spare_bytes:
+                    self.owned_bytes -= buffer.nbytes
+                    return
+                self._keep(buffer, key)
             if devices.is_on_device(buffer):
                 self._last[id(buffer)] = devices.mark(self.device)
             self._free.setdefault(key, []).append(buffer)
@@ -137,3 +153,4 @@ class Arena:
             self._free.clear()
             self._last.clear()
             self._spare.clear()
+            self._spare_bytes = 0

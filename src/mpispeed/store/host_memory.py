@@ -9,27 +9,47 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from functools import cache
+from pathlib import Path
 
 import torch
+
+from mpispeed.base.units import format_bytes
 
 LEAST_MAPPED_BYTES = 1 << 20
 """What is shorter comes from the heap."""
 
 _HUGE_PAGE_BYTES = 2 << 20
+_LEAST_ALIGNED_BYTES = 32 * _HUGE_PAGE_BYTES
+"""From here on addresses for the alignment are less than a thirtieth of what limits of the address space count."""
 
 
-def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory with unspecified content. Shapes: [numel]."""
-    return _mapped(numel, dtype) if _is_long(numel, dtype) else torch.empty(numel, dtype=dtype)
+def empty(numel: int, dtype: torch.dtype, *, is_brief: bool = False) -> torch.Tensor:
+    """Memory with unspecified content. Shapes: [numel].
+
+    `is_brief`: it is let go soon, so it may take addresses beside its own to begin at a huge page.
+
+    Raises:
+        MemoryError: the system has none left for this process.
+    """
+    return _mapped(numel, dtype, is_brief) if _is_long(numel, dtype) else torch.empty(numel, dtype=dtype)
 
 
 def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of zeros; long ones take none before they are written. Shapes: [numel]."""
+    """Memory of zeros; long ones take none before they are written. Shapes: [numel].
+
+    Raises:
+        MemoryError: the system has none left for this process.
+    """
     return _mapped(numel, dtype) if _is_long(numel, dtype) else torch.zeros(numel, dtype=dtype)
 
 
 def copied(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in `dtype`; on the device of `values`, if they are not on the host. Shapes: values [numel]."""
+    """A copy in `dtype`; on the device of `values`, if they are not on the host. Shapes: values [numel].
+
+    Raises:
+        MemoryError: the system has none left for this process.
+    """
     if values.device.type != "cpu":
         return values.to(dtype, copy=True)
     return empty(values.numel(), dtype).copy_(values)
@@ -39,19 +59,58 @@ def trim() -> None:
     """Give what the heap does not use back to the system, where the C library can."""
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:
-        release(0)
+        release(ctypes.c_size_t(0))
+
+
+@cache
+def has_huge_pages() -> bool:
+    """True if the system gives huge pages to who asks for them. Without, madvise succeeds all the same."""
+    return read_huge_pages(Path("/"))
+
+
+def read_huge_pages(root: Path) -> bool:
+    """What `has_huge_pages` keeps; `root` has the folders /sys and /proc."""
+    try:
+        modes = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        own = (root / "proc/self/status").read_text()
+    except OSError:  # a kernel without them
+        return False
+    is_refused = any(line.split() == ["THP_enabled:", "0"] for line in own.splitlines())  # prctl(PR_SET_THP_DISABLE)
+    return "[never]" not in modes and not is_refused
 
 
 def _is_long(numel: int, dtype: torch.dtype) -> bool:
     return numel * dtype.itemsize >= LEAST_MAPPED_BYTES
 
 
-def _mapped(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _mapped(numel: int, dtype: torch.dtype, is_brief: bool = False) -> torch.Tensor:
     size = numel * dtype.itemsize
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
-    whole = size - size % _HUGE_PAGE_BYTES  # a huge page at the end would be taken whole
-    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    spare = _HUGE_PAGE_BYTES if is_brief or size >= _LEAST_ALIGNED_BYTES else 0
+    try:
+        memory = mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(_refusal(size, error)) from None
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    first = -address % _HUGE_PAGE_BYTES
+    start = first if spare else 0
+    whole = start + size - (address + start + size) % _HUGE_PAGE_BYTES - first  # the rest would be taken whole
+    if whole > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages, or no mapping left to be cut
+            memory.madvise(mmap.MADV_HUGEPAGE, first, whole)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
+
+
+def _refusal(size: int, error: Exception) -> str:
+    """Why the system maps no more, as far as it can be seen."""
+    why = getattr(error, "strerror", None) or str(error)
+    found = f"{format_bytes(size)} of host memory cannot be mapped: {why}"
+    with contextlib.suppress(OSError, ValueError), Path("/proc/self/maps").open("rb") as maps:
+        # In short pieces, which the heap has without another mapping.
+        count = sum(piece.count(b"\n") for piece in iter(lambda: maps.read(1 << 14), b""))
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        if count >= most - 8:
+            return f"{found}; the process has {count} mappings of {most} (sysctl vm.max_map_count), raise that"
+    return (
+        f"{found}; raise the limit of the job's memory (ulimit -v, vm.overcommit_memory), start fewer ranks on this "
+        "node, or set zero_optimization.offload_optimizer to device nvme"
+    )

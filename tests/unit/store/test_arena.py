@@ -8,7 +8,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.store.arena import LEAST_RETURNED_BYTES, Arena
+from mpispeed.store.arena import LEAST_RETURNED_BYTES, LEAST_SPARE_BYTES, Arena
 from tests.helpers.device import stand_in
 
 
@@ -32,49 +32,50 @@ def resident_bytes():
 
 
 def test_long_buffers_go_back_to_the_system():
-    arena, numel, before = Arena(), 16 << 20, resident_bytes()
+    arena, numel, before = Arena(returns=True), 16 << 20, resident_bytes()
     buffer = arena.take(numel, torch.float32)
     buffer.fill_(1.0)
     view = buffer[: 1 << 20]
     assert resident_bytes() > before + 60 * 2**20
     assert buffer.untyped_storage().nbytes() == 4 * numel
     arena.give(buffer)
-    assert arena.owned_bytes == 4 * numel
-    other = arena.take(numel - (1 << 20), torch.float32)  # of another length: both were never in use at once
-    assert arena.owned_bytes == other.nbytes
     del buffer
+    assert arena.owned_bytes == 4 * numel  # kept: it is no more than the least
+    arena.take(1 << 20, torch.float32)
+    large, second = (arena.take(numel + 1, torch.float32) for _ in range(2))
+    for each in (large, second):
+        arena.give(each)
+    assert arena.owned_bytes == 4 * (numel + (1 << 20))  # they are more than the least and an eighth of all
+    trimmed = arena.owned_bytes
+    arena.trim()
+    assert arena.owned_bytes == trimmed - 4 * numel
     assert float(view.sum()) == 1 << 20  # memory that somebody looks at stays
-    del view
+    del view, large, second, each
     assert resident_bytes() < before + 16 * 2**20
-    assert arena.peak_bytes == 4 * numel
 
 
-def test_long_buffers_are_kept_within_what_was_in_use_at_once():
-    arena, least = Arena(), LEAST_RETURNED_BYTES
-    sizes = [least + index for index in range(4)]
-    buffers = [arena.take(size, torch.uint8) for size in sizes]
+def test_the_latest_long_buffers_are_kept():
+    arena, size = Arena(), LEAST_SPARE_BYTES // 4
+    sizes = [size + index for index in range(5)]
+    buffers = [arena.take(each, torch.uint8) for each in sizes]
+    most = arena.peak_bytes
     for buffer in buffers:
         arena.give(buffer)
-    most = sum(sizes)
-    assert (arena.owned_bytes, arena.peak_bytes) == (most, most)
-    assert arena.take(sizes[2], torch.uint8) is buffers[2]
-    arena.give(buffers[2])
-    large = arena.take(2 * least, torch.uint8)  # those given back first make room: 0 and 1
-    assert arena.owned_bytes == sizes[2] + sizes[3] + large.nbytes
-    assert arena.take(sizes[2], torch.uint8) is buffers[2]
+    assert arena.owned_bytes == sum(sizes[2:])
+    assert arena.take(sizes[4], torch.uint8) is buffers[4]
     assert arena.take(sizes[1], torch.uint8) is not buffers[1]
-    assert arena.peak_bytes == most
+    assert (arena.peak_bytes, arena.taken_count) == (most, 2)
 
 
 def test_what_is_too_short_or_to_be_kept_stays():
-    for arena, size in ((Arena(), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
+    for arena, size in ((Arena(returns=True), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
         buffer = arena.take(size // 2, torch.bfloat16)
         arena.give(buffer)
         assert arena.take(size // 2, torch.bfloat16) is buffer
 
 
 def test_a_long_buffer_can_be_lost_and_is_not_given_twice():
-    arena = Arena()
+    arena = Arena(returns=True)
     lost, given = (arena.take(LEAST_RETURNED_BYTES, torch.uint8) for _ in range(2))
     arena.lose(lost)
     arena.give(given)

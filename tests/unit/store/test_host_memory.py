@@ -1,0 +1,126 @@
+"""Memory that is mapped for itself: its pages, its addresses, and what is said when there is none."""
+
+import mmap
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpispeed.store import host_memory
+from mpispeed.store.arena import LEAST_SPARE_BYTES, Arena
+
+MIB = 1 << 20
+
+
+def address_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def mappings():
+    return Path("/proc/self/maps").read_bytes().count(b"\n")
+
+
+@contextmanager
+def at_most(more):
+    """No more addresses than this process has and `more`."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_bytes() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("is_brief", [False, True])
+@pytest.mark.parametrize("size", [MIB - 8, MIB, 2 * MIB, 3 * MIB + 4, 4 * MIB, 64 * MIB - 4, 64 * MIB, 65 * MIB + 4])
+def test_every_element_can_be_written(size, is_brief):
+    values = host_memory.empty(size // 4, torch.float32, is_brief=is_brief)
+    assert (values.numel(), values.dtype) == (size // 4, torch.float32)
+    values[0], values[-1] = 1.0, 2.0
+    assert (float(values[0]), float(values[-1])) == (1.0, 2.0)
+    if size >= (MIB if is_brief else 64 * MIB):
+        assert values.data_ptr() % (2 * MIB) == 0
+
+
+def test_zeros_are_zeros_and_copies_are_copies():
+    given = torch.arange(MIB, dtype=torch.float32)
+    assert not host_memory.zeros(MIB, torch.float32).any()
+    assert torch.equal(host_memory.copied(given, torch.float64), given.double())
+
+
+def test_states_take_hardly_more_addresses_than_bytes():
+    before = address_bytes()
+    states = [host_memory.zeros(MIB, torch.uint8) for _ in range(100)] + [host_memory.zeros(80 * MIB, torch.uint8)]
+    assert address_bytes() - before < 190 * MIB
+    assert len(states) == 101
+
+
+def test_memory_goes_back_with_the_last_view():
+    before = mappings()
+    views = [host_memory.zeros(3 * MIB, torch.uint8)[:5] for _ in range(50)]
+    assert mappings() > before
+    del views
+    assert mappings() <= before + 2
+
+
+@pytest.mark.parametrize("make", [host_memory.zeros, host_memory.empty])
+def test_a_limit_of_addresses_is_a_sentence(make):
+    with at_most(8 * MIB), pytest.raises(MemoryError) as caught:
+        make(64 * MIB, torch.uint8)
+    message = str(caught.value)
+    assert message.startswith("64 MiB of host memory cannot be mapped: Cannot allocate memory; raise the limit")
+    assert "\n" not in message
+    with pytest.raises(MemoryError, match="cannot be mapped"):
+        make(2**62, torch.float32)
+
+
+def test_an_arena_goes_on_after_a_refusal():
+    arena = Arena(returns=True)
+    with at_most(8 * MIB), pytest.raises(MemoryError, match="cannot be mapped"):
+        arena.take(64 * MIB, torch.uint8)
+    assert (arena.owned_bytes, arena.taken_count) == (0, 0)
+    arena.give(arena.take(64 * MIB, torch.uint8))
+    assert arena.peak_bytes == 64 * MIB
+
+
+def test_too_many_mappings_are_named():
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if most > 200_000:
+        pytest.skip(f"vm.max_map_count is {most} here, and so many mappings take a while")
+    pages = mmap.mmap(-1, (most + 2) * mmap.PAGESIZE)
+    try:
+        with pytest.raises(OSError, match=r"unavailable|allocate"):  # each of these pages is a mapping by itself
+            for page in range(0, most + 2, 2):
+                pages.madvise(mmap.MADV_DONTDUMP, page * mmap.PAGESIZE, mmap.PAGESIZE)
+        with pytest.raises(MemoryError, match=r"of \d+ \(sysctl vm.max_map_count\), raise that"):
+            list(map(host_memory.zeros, [3 * MIB] * 9, [torch.uint8] * 9))
+    finally:
+        pages.close()
+
+
+def test_where_huge_pages_are_refused(tmp_path):
+    modes, own = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled", tmp_path / "proc/self/status"
+    for path in (modes, own):
+        path.parent.mkdir(parents=True)
+    assert not host_memory.read_huge_pages(tmp_path)
+    own.write_text("Name:\tpython\nTHP_enabled:\t1\n")
+    for text, found in (
+        ("always [madvise] never", True),
+        ("[always] madvise never", True),
+        ("always madvise [never]", False),
+    ):
+        modes.write_text(text)
+        assert host_memory.read_huge_pages(tmp_path) is found
+    modes.write_text("[always] madvise never")
+    own.write_text("THP_enabled:\t0\n")
+    assert not host_memory.read_huge_pages(tmp_path)
+
+
+def test_long_buffers_are_kept_where_new_pages_are_small(monkeypatch):
+    for has, is_kept in ((True, False), (False, True)):
+        monkeypatch.setattr(host_memory, "has_huge_pages", lambda has=has: has)
+        arena = Arena()
+        arena.give(arena.take(LEAST_SPARE_BYTES + 1, torch.uint8))
+        assert (arena.owned_bytes > 0) is is_kept
