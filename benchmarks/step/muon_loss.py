@@ -22,7 +22,7 @@ import peers
 from mpispeed.base.plotting import picture
 
 ADAM = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}  # of the example
-RATES = {"AdamW": (2.5e-3, 5e-3, 1e-2), "Muon": (1e-2, 4e-2, 8e-2, 2e-2)}
+RATES = {"AdamW": (2.5e-3, 5e-3, 1e-2, 2e-2), "Muon": (1e-2, 4e-2, 8e-2)}
 OTHERS = 5e-3  # of vectors, the embedding and the head beside Muon: the example's rate
 COLOURS = {"AdamW": "#444444", "Muon": "#0072b2"}
 

@@ -173,7 +173,11 @@ def test_sums_of_slots_have_the_bits_of_one_process(stage):
 def test_matrices_send_what_is_predicted(stage, size):
     if mpispeed.init_distributed().size % size:
         size = 1
-    more = {"tensor_parallel": {"autotp_size": 2, "injection_policy_tuple": {"up": "column", "down": "row"}}} if size == 2 else {}
+    more = (
+        {"tensor_parallel": {"autotp_size": 2, "injection_policy_tuple": {"up": "column", "down": "row"}}}
+        if size == 2
+        else {}
+    )
     made = config(stage, BATCH, 1, **more, **MUON)
     engine = start(made, TinyLM())
     train(engine, batches(1, BATCH))
