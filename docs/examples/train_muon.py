@@ -16,8 +16,8 @@ import mpispeed
 
 SHAPE = Shape(layers=3, heads=4, width=128, block=128)
 OPTIMIZERS = {  # rates as benchmarks/step/muon_loss.py has tuned them
-    "Muon": {"muon_lr": 2e-2, "adam_lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
-    "AdamW": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "Muon": {"muon_lr": 8e-2, "adam_lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1},
 }
 
 
