@@ -230,8 +230,8 @@ class RoundTrip:
                 if not self.group.axes:
                     done[at] = found
                     continue
-                for member, values, first in parts:  # results come where the directions were
-                    self.group.matrices[at].take(found, member, values, first)
+                for source, values, first in parts:  # results come where the directions were
+                    self.group.matrices[at].take(found, source, values, first)
         if not self.group.axes:
             self._tell_all(done)
         elif len(self.group.members) > 1:
