@@ -210,8 +210,9 @@ def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor, sta
             flat[block.start :][: block.count].copy_(part)
             continue
         turns, at = block.count // block.pattern.numel, 0
+        origin = flat.storage_offset() + block.start  # as_strided counts from the start of the memory
         for first, count in block.pattern.runs:
-            target = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            target = flat.as_strided((turns, count), (block.pattern.period, 1), origin + first)
             target.copy_(part.view(turns, -1)[:, at : at + count])
             at += count
 
@@ -231,8 +232,9 @@ def take_slice(cut: TensorSlice, whole: torch.Tensor, values: torch.Tensor, star
             part.copy_(flat[block.start :][: block.count])
             continue
         turns, at = block.count // block.pattern.numel, 0
+        origin = flat.storage_offset() + block.start  # as_strided counts from the start of the memory
         for first, count in block.pattern.runs:
-            source = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            source = flat.as_strided((turns, count), (block.pattern.period, 1), origin + first)
             part.view(turns, -1)[:, at : at + count].copy_(source)
             at += count
     values[end - start :].zero_()

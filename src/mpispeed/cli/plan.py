@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -363,6 +363,7 @@ def _as_json(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
         "not_exact": open_points(resolved, most),
         "activations": as_values(most.activations),
         "longest_sequence": longest,
+        "owners": [asdict(row) for row in budget.owners],
         "phases": [
             {"name": phase.name, "when": phase.when, "bytes": phase.bytes, "sent": _rows(phase.sent)}
             for phase in budget.phases
@@ -432,7 +433,9 @@ def _as_text(setup: Setup, resolved: Plan, stages: Sequence[RankBudget], verdict
     else:
         tables_of_axes = []
     tables = [
-        columns(("the run", ""), [("model", whose), *_meaning(resolved)]),
+        columns(
+            ("the run", ""), [("model", whose), *_meaning(resolved), *(("matrices", str(row)) for row in budget.owners)]
+        ),
         *([_of_stages(stages)] if len(stages) > 1 else []),
         columns(("one rank holds", "tier", "bytes"), held),
         *_traffic(budget),

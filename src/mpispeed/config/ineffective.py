@@ -19,6 +19,7 @@ OF_DEVICES = (_PINNED, _UNSYNCHRONIZED)
 """Reasons that are true only if training runs on the host; callers that know the device drop such sentences."""
 
 _STAGE_0 = "every rank updates all parameters at stage 0"
+_NO_MOMENTUM = "it is for optimizer Muon with states in files (offload_optimizer.device nvme)"
 _WHOLE = "parameters are whole on every rank below stage 3"
 _NOT_CUT = "updates go in parts at stage 3, and for states in files (device nvme)"
 _PLAIN = "it is for zero_quantized_weights and zero_quantized_gradients, which are false"
@@ -55,6 +56,11 @@ def _is_coded(config: Config) -> bool:
 def _is_outside(config: Config) -> bool:
     section = config.zero_optimization.offload_optimizer
     return section is not None and section.device != "none"
+
+
+def _has_momentum_in_files(config: Config) -> bool:
+    name = config.optimizer.type if config.optimizer is not None else ""
+    return (name or "").lower() == "muon" and _is_in_files("offload_optimizer")(config)
 
 
 def _cuts_sequences(config: Config) -> bool:
@@ -133,6 +139,7 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     f"{_ZERO}.zero_quantized_in_node": (_is_coded, _PLAIN),
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     **dict.fromkeys(_SEQUENCES, (_cuts_sequences, "sequence_parallel_size is not more than 1")),
+    f"{_ZERO}.save_muon_momentum_buffer_in_memory": (_has_momentum_in_files, _NO_MOMENTUM),
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }
 

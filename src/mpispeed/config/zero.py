@@ -120,6 +120,11 @@ class ZeroOptimization(Section):
     pipeline_loading_checkpoint: bool = Field(
         False, description="No effect: no rank reads more of a checkpoint than its own part."
     )
+    save_muon_momentum_buffer_in_memory: bool = Field(
+        False,
+        description="Optimizer Muon with offload_optimizer.device nvme: keep its momentum in host memory, and the "
+        "other states in files.",
+    )
     log_trace_cache_warnings: bool = Field(
         False, description="Stage 3: warn on rank 0 when modules are used in another order than before."
     )

@@ -6,7 +6,7 @@ parts travel while the owners still work on those of the round before, and resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpispeed.base.errors import AgreementError, MpispeedError, StoreError
 from mpispeed.engine.matrices import Group, Round, counts_of, find_groups
 from mpispeed.engine.step import StepContext, Update
+from mpispeed.mesh.comm import Failures
 from mpispeed.store.layout import Span
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpispeed.engine.matrices import Member
     from mpispeed.mesh.collectives.work import Work
     from mpispeed.mesh.mesh import Mesh
     from mpispeed.optim.rule import Matrixwise, Window
@@ -37,7 +40,11 @@ class MatrixUpdate(Update):
 
     Each round: states of this rank's parts, parts to the owners, their work, results back, masters of the parts. Rounds
     overlap: results of one are awaited when the owners have worked on the next.
+
+    A rank where something fails goes on with its messages, and all ranks hear of it at the end of the update.
     """
+
+    agrees_itself = True
 
     def __init__(
         self,
@@ -66,55 +73,63 @@ class MatrixUpdate(Update):
         }
         self.found = find_groups(mesh, model, params, chosen, dtypes)
         self._rounds = [(group, each) for group in self.found for each in group.rounds]
-        # With states in files every part of an update is one that all ranks end together, so all have equally many.
-        self._count = len(self._rounds)
-        if update_windows.is_swapping:
-            self._count = max(mesh.world.comm.gather_objects(self._count))
 
     def works(self, ctx: StepContext) -> Works:
-        """The parameters that are no matrices, then the rounds."""
-        rounds = [_Exchange(self._matrixwise, self._groups, group, each, self._device) for group, each in self._rounds]
-        found = [partial(self._update_others, ctx)]
-        for at in range(self._count + 2):
-            found.append(partial(self._begin, rounds, at, ctx))
-            found.append(partial(self._work, rounds, at - 1))
-            found.append(partial(self._end, rounds, at - 2, ctx))
-        return found
+        """The parameters that are no matrices and the rounds; then all ranks agree that none has failed."""
+        failures = Failures()
+        return partial(self._run, ctx, failures), partial(self._agree, failures)
+
+    def _run(self, ctx: StepContext, failures: Failures) -> None:
+        """Collective over: the groups of matrices."""
+        trips = [RoundTrip(self._matrixwise, self._groups, group, each, self._device) for group, each in self._rounds]
+        with failures.kept():
+            self._update_others(ctx)
+        for at in range(len(trips) + 2):
+            if at < len(trips):
+                self._begin(trips[at], ctx, failures)
+            if 0 <= at - 1 < len(trips):
+                trips[at - 1].work(failures)
+            if at >= 2:
+                self._end(trips[at - 2], ctx, failures)
+
+    def _agree(self, failures: Failures) -> None:
+        """Raise the first failure of a rank on all ranks. Collective over: all ranks."""
+        kind = StoreError if self._update_windows.is_swapping else AgreementError
+        with self._mesh[self._mesh.topology.names].together(kind, plain=(MpispeedError, OSError)):
+            failures.raise_first()
 
     def _update_others(self, ctx: StepContext) -> None:
         with closing(self._update_windows.windows_of(self._others, self._groups, ctx.step)) as windows:
             self._matrixwise.update_others(windows, grad_scale=ctx.multiplier, threads=ctx.threads)
 
-    def _begin(self, rounds: Sequence[_Exchange], at: int, ctx: StepContext) -> None:
+    def _begin(self, trip: RoundTrip, ctx: StepContext, failures: Failures) -> None:
         """States of this rank's parts; their directions begin to travel."""
-        if at >= len(rounds):
-            return
-        one = rounds[at]
-        with closing(
-            self._update_windows.windows_of(one.round.units, self._groups, ctx.step, has_out=False)
-        ) as windows:
+        trip.open()
+        with (
+            failures.kept(),
+            closing(
+                self._update_windows.windows_of(trip.round.units, self._groups, ctx.step, has_out=False)
+            ) as windows,
+        ):
             for window in windows:
-                one.collect(window, self._matrixwise.direction(window, grad_scale=ctx.multiplier))
-        one.send()
+                trip.collect(window, self._matrixwise.direction(window, grad_scale=ctx.multiplier))
+        trip.send()
 
-    def _work(self, rounds: Sequence[_Exchange], at: int) -> None:
-        if 0 <= at < len(rounds):
-            rounds[at].work()
-
-    def _end(self, rounds: Sequence[_Exchange], at: int, ctx: StepContext) -> None:
-        """Masters of this rank's parts, when the results are there."""
-        if not 0 <= at < len(rounds):
-            return
-        one = rounds[at]
-        one.receive()
-        with closing(self._update_windows.windows_of(one.round.units, self._groups, ctx.step)) as windows:
-            for window in windows:
-                one.apply(window)
-        one.drop()
+    def _end(self, trip: RoundTrip, ctx: StepContext, failures: Failures) -> None:
+        """Masters of this rank's parts, when the results are there; none after a failure of this rank."""
+        trip.receive()
+        if failures.first is None:
+            with (
+                failures.kept(),
+                closing(self._update_windows.windows_of(trip.round.units, self._groups, ctx.step)) as windows,
+            ):
+                for window in windows:
+                    trip.apply(window)
+        trip.drop()
 
 
 @dataclass(eq=False)
-class _Exchange:
+class RoundTrip:
     """One round on its way.
 
     Attributes:
@@ -126,7 +141,7 @@ class _Exchange:
     """
 
     rule: Matrixwise
-    groups: list[dict[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
     group: Group
     round: Round
     device: torch.device
@@ -141,12 +156,38 @@ class _Exchange:
         self._outgoing, self._incoming = [*self.group.outgoing(indices)], [*self.group.incoming(indices)]
         self._out_counts, self._in_counts = counts_of(self._outgoing, size), counts_of(self._incoming, size)
 
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of its messages, while it is under way."""
+        numel = sum(self._out_counts) + (sum(self._in_counts) if self.group.gathers else 0)
+        if not self.group.axes:
+            numel += sum(self.group.matrices[at].numel for at in self.round.matrices)
+        return numel * self.group.dtype.itemsize
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that this rank needs while it works on its matrices: one whole at a time, and what the iteration keeps.
+
+        That is a matrix three times (as it came, before and after a step) and three products with itself.
+        """
+        most = 0
+        for at in self.group.owned(self.round.matrices, self.group.me):
+            count, rows, columns = self.group.matrices[at].shape
+            most = max(most, count * (4 * rows * columns + 3 * min(rows, columns) ** 2))
+        return most * self.group.dtype.itemsize
+
     # -- parts to owners ---------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make room for this rank's parts. Local."""
+        self._parts = self._room(sum(self._out_counts))
+        start = 0
+        for _, at, span in self._outgoing:
+            self._sent[at] = span, self._parts[start : start + span.numel]
+            start += span.numel
 
     def collect(self, window: Window, direction: torch.Tensor) -> None:
         """Keep a window's part of directions for the message."""
-        if not self._sent:
-            self._begin()
         for at, span, common in self._overlaps(window):
             if at in self._sent:
                 part, values = self._sent[at]
@@ -156,8 +197,6 @@ class _Exchange:
 
     def send(self) -> None:
         """Start the message to the owners. Collective over: the group."""
-        if not self._sent:
-            self._begin()
         if not self.group.gathers:
             self._gathered = self._parts
             return
@@ -168,49 +207,54 @@ class _Exchange:
 
     # -- owners ------------------------------------------------------------------------------------------------------
 
-    def work(self) -> None:
-        """Wait for the parts, make this rank's matrices orthogonal, and start the messages back.
+    def work(self, failures: Failures) -> None:
+        """Wait for the parts, make this rank's matrices orthogonal one by one, and start the messages back.
+
+        Args: `failures` keeps what goes wrong with the matrices; the messages go on.
 
         Collective over: the group.
         """
         self._wait()
-        own = self.group.owned(self.round.matrices, self.group.me)
-        wholes = {at: self._room(self.group.matrices[at].numel) for at in own}
+        rows: dict[int, list[tuple[Member, torch.Tensor, int]]] = {
+            at: [] for at in self.group.owned(self.round.matrices, self.group.me)
+        }
         start = 0
         for member, at, span in self._incoming:
             values = self._gathered[start : start + span.numel]
-            self.group.matrices[at].put(wholes[at], self.group.members[member], values, span.start)
+            rows[at].append((self.group.members[member], values, span.start))
             start += span.numel
-        self._results = []
-        done = {at: self._orthogonal(at, whole) for at, whole in wholes.items()}
-        if self.group.axes:
-            self._send_back(done)
-        else:
+        done: dict[int, torch.Tensor] = {}
+        with failures.kept():
+            for at, parts in rows.items():
+                found = self._orthogonal(at, parts)
+                if not self.group.axes:
+                    done[at] = found
+                    continue
+                for source, values, first in parts:  # results come where the directions were
+                    self.group.matrices[at].take(found, source, values, first)
+        if not self.group.axes:
             self._tell_all(done)
-
-    def _orthogonal(self, at: int, whole: torch.Tensor) -> torch.Tensor:
-        matrix = self.group.matrices[at]
-        shape = matrix.shape if matrix.shape[0] > 1 else matrix.shape[1:]
-        found = self.rule.orthogonal(whole.to(self.device).view(shape), self.groups[matrix.group])
-        return found.reshape(-1).to(whole.device)
-
-    def _send_back(self, done: dict[int, torch.Tensor]) -> None:
-        """Start to give each rank its part of the results, which comes where the directions were."""
-        start = 0
-        for member, at, span in self._incoming:
-            values = self._gathered[start : start + span.numel]
-            self.group.matrices[at].take(done[at], self.group.members[member], values, span.start)
-            start += span.numel
-        if len(self.group.members) > 1:
+        elif len(self.group.members) > 1:
             self._under_way.append(
                 self.group.comm.start_all_to_all(self._parts, self._gathered, self._out_counts, self._in_counts)
             )
 
-    def _tell_all(self, done: dict[int, torch.Tensor]) -> None:
+    def _orthogonal(self, at: int, parts: Sequence[tuple[Member, torch.Tensor, int]]) -> torch.Tensor:
+        """The flat result for a matrix of which members have sent these parts, from some element of their slice on."""
+        matrix = self.group.matrices[at]
+        whole = self._room(matrix.numel)
+        for member, values, first in parts:
+            matrix.put(whole, member, values, first)
+        shape = matrix.shape if matrix.shape[0] > 1 else matrix.shape[1:]
+        found = self.rule.orthogonal(whole.to(self.device).view(shape), self.groups[matrix.group])
+        return found.reshape(-1).to(whole.device)
+
+    def _tell_all(self, done: Mapping[int, torch.Tensor]) -> None:
         """Start to give all ranks the results of each owner."""
+        self._results = []
         for owner in range(len(self.group.members)):
             owned = self.group.owned(self.round.matrices, owner)
-            if owner == self.group.me and done:
+            if owner == self.group.me and owned and len(done) == len(owned):
                 found = torch.cat([done[at] for at in owned])
             else:
                 found = self._room(sum(self.group.matrices[at].numel for at in owned))
@@ -261,13 +305,6 @@ class _Exchange:
             common = span.intersect(own)
             if common.numel:
                 yield at, span, common
-
-    def _begin(self) -> None:
-        self._parts = self._room(sum(self._out_counts))
-        start = 0
-        for _, at, span in self._outgoing:
-            self._sent[at] = span, self._parts[start : start + span.numel]
-            start += span.numel
 
     def _wait(self) -> None:
         under_way, self._under_way = self._under_way, []

@@ -251,7 +251,13 @@ class ExchangeAfter:
 
 
 class Update:
-    """Run the update rule over this rank's windows."""
+    """Run the update rule over this rank's windows.
+
+    Attributes:
+        agrees_itself: its works tell all ranks of failures without help.
+    """
+
+    agrees_itself = False
 
     def __init__(
         self,
@@ -278,7 +284,7 @@ class Update:
         self.conclude(ctx)
         if not ctx.skip:
             for work in self.works(ctx):
-                if self._update_windows.is_swapping:
+                if self._update_windows.is_swapping and not self.agrees_itself:
                     self._together(work)
                 else:
                     work()

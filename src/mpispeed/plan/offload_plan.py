@@ -16,6 +16,7 @@ from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import GRAD, MASTER, MASTER_REST, PARAM, SwapPlan
 
 if TYPE_CHECKING:
+    from mpispeed.config.root import Config
     from mpispeed.config.zero import ZeroOptimization
     from mpispeed.mesh.mesh import Topology
     from mpispeed.store.layout import Table
@@ -77,6 +78,13 @@ def offload_of(zero: ZeroOptimization) -> Offload:
     return Offload(**found)  # type: ignore[arg-type]
 
 
+def slots_in_files(config: Config, slots: Iterable[str]) -> tuple[str, ...]:
+    """Those of the optimizer's states that go to files where states do: all, unless Muon's momentum is to stay."""
+    name = (config.optimizer.type if config.optimizer is not None else None) or ""
+    stays = config.zero_optimization.save_muon_momentum_buffer_in_memory and name.lower() == "muon"
+    return tuple(slot for slot in slots if not (stays and slot == "momentum_buffer"))
+
+
 def leading_units(sizes: Iterable[tuple[int, int]], limit: float) -> frozenset[int]:
     """The longest row of first units with at most `limit` elements together.
 
@@ -95,7 +103,7 @@ def leading_units(sizes: Iterable[tuple[int, int]], limit: float) -> frozenset[i
 
 
 def swapped_cells(table: Table, topology: Topology, slots: Iterable[str]) -> Cells:
-    """States that one rank keeps in swap files; `slots` are the names of the optimizer's."""
+    """States that one rank keeps in swap files; `slots` are the names of the optimizer's that go there."""
     found: dict[tuple[str, int], tuple[int, torch.dtype]] = {}
     names = tuple(slots)
     for unit in table.all_units:

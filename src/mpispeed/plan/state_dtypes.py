@@ -41,7 +41,7 @@ def require_codes(config: Config, name: str, slots: Iterable[str], *, takes_any_
         config: the settings.
         name: of the optimizer.
         slots: names of its states in the engine's stores.
-        takes_any_cut: it is an own one that works element by element.
+        takes_any_cut: it is an own one whose states are updated element by element.
 
     Raises:
         ConfigError: it updates whole tensors, keeps states of its own or exchanges them; or has no such state.
@@ -53,7 +53,7 @@ def require_codes(config: Config, name: str, slots: Iterable[str], *, takes_any_
         msg = (
             f"optimizer {name} cannot have masters or states in other dtypes than fp32, as "
             f"{_asked(config)} asks: it looks at whole tensors, keeps states of its own or exchanges them; use Adam, "
-            "AdamW, Adagrad, Lion or SGD by name in the config, or fp32"
+            "AdamW, Adagrad, Lion, Muon or SGD by name in the config, or fp32"
         )
         raise ConfigError(msg)
     unknown = [slot for slot, _ in codes.words if slot not in slots]

@@ -12,7 +12,7 @@ from mpispeed.ckpt.format import logical, schema
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Pattern, Piece
 from mpispeed.ckpt.format.tag_files import Places
 from mpispeed.ckpt.read.reader import open_checkpoint
-from mpispeed.ckpt.slices import TensorSlice, gather_pieces, place_slice, read_slice
+from mpispeed.ckpt.slices import TensorSlice, gather_pieces, place_slice, read_slice, take_slice
 from mpispeed.ckpt.write.save import SaveOptions, save
 from mpispeed.ckpt.write.two_phase import deal
 from tests.unit.ckpt.sample import outcomes
@@ -125,6 +125,20 @@ def test_runs_lead_to_the_elements_that_torch_cuts(info):
                         ends.add(first + count)
                     assert end == max(start, min(stop, cut.stored))
                     assert torch.equal(found, expected.reshape(-1)[start:stop])
+
+
+def test_a_whole_may_be_a_part_of_a_buffer():
+    """Muon's results are one behind the other in a message; slices of columns are read by strides."""
+    info = ParamInfo("w", (4, 6), torch.float32, tp_kind="row", tp_dim=1)
+    buffer = torch.arange(60.0)
+    whole = buffer[30:54]
+    for rank in range(2):
+        cut = TensorSlice(info, rank, 2)
+        part = torch.empty(cut.numel)
+        take_slice(cut, whole, part)
+        assert torch.equal(part.view(4, 3), whole.view(4, 6)[:, 3 * rank : 3 * rank + 3])
+        place_slice(cut, -part, whole)
+    assert torch.equal(buffer, torch.cat([torch.arange(30.0), -torch.arange(30.0, 54.0), torch.arange(54.0, 60.0)]))
 
 
 def test_a_large_slice_is_few_blocks():

@@ -217,7 +217,9 @@ def choose_rule(
     # A client's schedulers count groups, and all stages of a pipeline must have the same groups.
     _check_groups(model, groups, keeps_empty=optimizer is not None or isinstance(model, PipelineModule))
     _check_cuts(plan, rule, name, optimizer)
-    require_codes(plan.config, name, rule.state_names, takes_any_cut=takes_any_cut(rule))
+    require_codes(
+        plan.config, name, rule.state_names, takes_any_cut=takes_any_cut(rule) or isinstance(rule, Matrixwise)
+    )
     if is_swapping(plan) and isinstance(rule, Foreign):
         rule = in_windows(rule, groups)
     return rule, groups, optimizer

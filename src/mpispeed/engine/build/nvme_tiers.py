@@ -12,7 +12,7 @@ from mpispeed.base.errors import ConfigError, MpispeedError, StoreError
 from mpispeed.base.units import format_bytes
 from mpispeed.native.block_io import Options
 from mpispeed.optim.rule import KeepsState
-from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
+from mpispeed.plan.offload_plan import make_swap_plan, offload_of, slots_in_files, swapped_cells
 from mpispeed.store.placement import Tier
 from mpispeed.store.preflight import preflight
 from mpispeed.store.private_folder import run_name
@@ -41,7 +41,7 @@ def plan_swap(plan: Plan, mesh: Mesh, table: Table, slots: Sequence[str]) -> Swa
     Raises:
         ConfigError: a shard does not fit into a buffer of `offload_param`.
     """
-    cells = swapped_cells(table, mesh.topology, slots)
+    cells = swapped_cells(table, mesh.topology, slots_in_files(plan.config, slots))
     return make_swap_plan(cells, offload_of(plan.config.zero_optimization), table)
 
 

@@ -26,13 +26,14 @@ from mpispeed.store.placement import Tier
 from mpispeed.store.tiers import MASTER, PARAM
 
 if TYPE_CHECKING:
+    from mpispeed.engine.estimate.owners import Owners
     from mpispeed.store.layout import Unit
 
 __all__ = ["Budget", "EstimateInputs", "Held", "Moved", "Phase", "Sent", "gather_inputs", "predict"]
 
 PURPOSES = (
-    "gradients", "parameters", "updated parameters", "gradients of shared weights", "losses", "gradient norm",
-    "losses of micro-batches",
+    "gradients", "parameters", "updated parameters", "matrices to owners and back", "gradients of shared weights",
+    "losses", "gradient norm", "losses of micro-batches",
 )  # fmt: skip
 """Order of the kinds of messages."""
 
@@ -59,6 +60,7 @@ class Budget:
         moved: traffic between tiers in one optimizer step.
         file_bytes: size of swap files in whole pages; `held` has the exact sizes of the states in them.
         phases: kinds of steps where exchanges differ, by their traffic; the first is that of `sent`.
+        owners: of matrices that are updated as wholes.
     """
 
     held: tuple[Held, ...]
@@ -68,6 +70,7 @@ class Budget:
     moved: tuple[Moved, ...] = ()
     file_bytes: int = 0
     phases: tuple[Phase, ...] = ()
+    owners: tuple[Owners, ...] = ()
 
     def bytes_of(self, what: str) -> int:
         """Bytes of one kind of state over all tiers."""
@@ -112,6 +115,8 @@ def predict(facts: EstimateInputs) -> Budget:
     held = [*_held_at_rest(facts, outcome), *_buffers(facts, outcome)]
     held.append(Held("pieces of updated parameters", Tier.DEVICE, params.collector.arena.owned_bytes))
     held.append(Held("gathered parameters", Tier.DEVICE, gathered_bytes))
+    is_on_host = any(update_tier(unit) is Tier.HOST for unit in facts.table.units)
+    held.append(Held("matrices under way", Tier.HOST if is_on_host else Tier.DEVICE, outcome.matrices.peak_bytes))
     held.append(Held("sums of micro-batches", Tier.DEVICE, outcome.slot_bytes))
     held.append(Held("gradient buckets", Tier.DEVICE, outcome.scratch_bytes - gathered_bytes - outcome.slot_bytes))
     sent = {what: _rows(outcome, what) for what in PURPOSES}
@@ -127,6 +132,7 @@ def predict(facts: EstimateInputs) -> Budget:
         moved=tuple(moved(facts, params)),
         file_bytes=sum(facts.swap.file_bytes.values()),
         phases=tuple(replace(phase, sent=_summed(phase.sent)) for phase in phases),
+        owners=outcome.matrices.owners,
     )
 
 
@@ -152,7 +158,7 @@ def _held_at_rest(facts: EstimateInputs, outcome: Outcome) -> Iterable[Held]:
         is_param = states.master_is_param and states.codes.master is None
         add("masters", states.master.tier, 0 if is_param else master.memory_bytes + master.file_bytes)
         state_bytes, scale_bytes = facts.state_sizes(unit, master.numel)
-        add("optimizer state", states.master.tier, state_bytes - scale_bytes)
+        add("optimizer state", facts.state_tier(unit), state_bytes - scale_bytes)
         add("optimizer state", update_tier(unit), scale_bytes)
         coded = [*filter(None, (states.codes.master, *map(states.codes.slot, states.slots_among(facts.slots))))]
         if coded:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from mpispeed.engine.estimate.owners import MatrixRounds
 from mpispeed.engine.plan_parts import choose_reducer, make_shards, make_sums
 from mpispeed.engine.replica_groups import Sharing
 from mpispeed.mesh.dry import DryWorld
@@ -100,6 +101,7 @@ class Outcome:
         grads: gradients.
         error_bytes: of quantized sums.
         error_elements: of quantized sums.
+        matrices: updates of matrices as wholes.
         sent: bytes sent in the last step.
         messages: calls of verbs in the last step, by the same keys.
         gathered_bytes: most bytes of full units.
@@ -109,6 +111,7 @@ class Outcome:
 
     params: DryParams
     grads: GradStore
+    matrices: MatrixRounds
     sent: Counter[Key]
     messages: Counter[Key]
     gathered_bytes: int = 0
@@ -210,7 +213,8 @@ class _DryRun:
         shards, sums, channel = make_sums(facts.plan, params, reducer, _wait)
         if not facts.is_overlapped:
             channel = SumChannel(channel.mesh, _wait, channel.is_started, is_overlapped=False)
-        self._out = Outcome(params, GradStore(shards, sums, channel), self._repeats.sent, self._repeats.messages)
+        store, matrices = GradStore(shards, sums, channel), MatrixRounds(facts, mesh, params)
+        self._out = Outcome(params, store, matrices, self._repeats.sent, self._repeats.messages)
         self._sharing = _sharing(mesh, model)
         self._uses = list(_backward_uses(model, table))
         self._cut = [unit for unit in table.all_units if not unit.states.param.is_replicated]
@@ -282,6 +286,8 @@ class _DryRun:
             comm, count = self._mesh[self._mesh.topology.names], slots.per_rank + 1
             losses = torch.empty(comm.size * count, dtype=torch.float64, device=META)
             comm.all_gather(losses, losses[:count])
+        repeats.what = "matrices to owners and back"
+        self._out.matrices.run()
         repeats.what = "updated parameters"
         if self._fetcher is not None:
             self._fetcher.reshard_all()

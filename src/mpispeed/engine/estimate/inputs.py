@@ -19,10 +19,10 @@ from mpispeed.mesh.mesh import Mesh, Topology
 from mpispeed.optim.choice import build
 from mpispeed.optim.rule import KeepsState, Rule, Window
 from mpispeed.pipe.module import PipelineModule
-from mpispeed.plan.offload_plan import make_swap_plan, offload_of, swapped_cells
+from mpispeed.plan.offload_plan import make_swap_plan, offload_of, slots_in_files, swapped_cells
 from mpispeed.plan.units import deal_units
 from mpispeed.sharding.leaf import mark_leaves_by_threshold
-from mpispeed.store.placement import Placement
+from mpispeed.store.placement import Placement, Tier
 from mpispeed.store.tiers import SwapPlan
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class EstimateInputs:
         is_init_sharded: the model is sharded as it is constructed, layer by layer.
         slots: names of the optimizer's state tensors, where they are flat.
         exchange: costs of the exchange of gradients.
+        rule: the optimizer, if it is known.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class EstimateInputs:
     is_init_sharded: bool = False
     slots: tuple[str, ...] = ADAM_SLOTS
     exchange: ExchangeCost = SUMS_ALONE
+    rule: Rule | None = None
 
     @cached_property
     def topology(self) -> Topology:
@@ -77,6 +79,12 @@ class EstimateInputs:
             return numel * self.state_bytes_of(unit) * states.full.itemsize // 4, 0
         total = sum(numel * states.full.itemsize if code is None else code.nbytes(numel) for code in codes)
         return total, total - sum(numel * (states.full if code is None else code.dtype).itemsize for code in codes)
+
+    def state_tier(self, unit: Unit) -> Tier:
+        """Tier of the optimizer's states of a unit: that of its masters, unless they stay in memory."""
+        tier, names = unit.states.master.tier, unit.states.slots_among(self.slots)
+        is_kept = tier is Tier.NVME and names and not slots_in_files(self.plan.config, names)
+        return Tier.HOST if is_kept else tier
 
     def dry_mesh(self) -> Mesh:
         """The ranks, seen from the first rank of the model's pipeline stage; nothing moves."""
@@ -98,7 +106,7 @@ class EstimateInputs:
     def swap(self) -> SwapPlan:
         """Swap files and buffers of one rank; ConfigError if a buffer is too short."""
         cells, offload = (
-            swapped_cells(self.table, self.topology, self.slots),
+            swapped_cells(self.table, self.topology, slots_in_files(self.plan.config, self.slots)),
             offload_of(self.plan.config.zero_optimization),
         )
         return make_swap_plan(cells, offload, self.table)
@@ -147,6 +155,7 @@ def gather_inputs(
         is_init_sharded=is_init_sharded,
         slots=names,
         exchange=exchange,
+        rule=rule,
     )
 
 

@@ -75,8 +75,9 @@ def _move_update(facts: EstimateInputs, unit: Unit, move: Move) -> None:
         states["masters"] = span * master.itemsize
     move("updated parameters", runs, unit.states.param.tier, span * compute.itemsize)
     for what, size in states.items():
-        move(what, unit.states.master.tier, runs, size)
-        move(what, runs, unit.states.master.tier, size)
+        rests = facts.state_tier(unit) if what == "optimizer state" else unit.states.master.tier
+        move(what, rests, runs, size)
+        move(what, runs, rests, size)
 
 
 def _move_gradients(facts: EstimateInputs, unit: Unit, move: Move) -> None:
