@@ -25,7 +25,6 @@ from mpispeed.plan.state_dtypes import codes_of, describe_codes
 from mpispeed.precision.policy import Policy, resolve
 from mpispeed.sharding.collecting import Collecting
 from mpispeed.sharding.prefetch import Limits
-from mpispeed.store.state_code import PLAIN as PLAIN_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -250,7 +249,7 @@ class Plan:
             ("stage", f"{self.stage}" + self._replicated()),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in names.items())),
             *([("autocast", said)] if (said := self.mixed.describe()) else []),
-            *([("at rest", describe_codes(self.config))] if codes_of(self.config) != PLAIN_CODES else []),
+            *([("at rest", describe_codes(self.config))] if not codes_of(self.config).is_plain else []),
             ("wire", f"{str(policy.communicate).removeprefix('torch.')}, reduction {self.config.reduction}"),
             *([("codes", coded)] if (coded := self._coded()) else []),
             ("optimizer", self.optimizer_name or "given in code"),

@@ -47,7 +47,7 @@ def require_codes(config: Config, name: str, slots: Iterable[str], *, takes_any_
         ConfigError: it updates whole tensors, keeps states of its own or exchanges them; or has no such state.
     """
     codes, slots = codes_of(config), tuple(slots)
-    if codes.master is None and codes.word == "fp32" and not codes.words:
+    if codes.is_plain:
         return
     if not takes_any_cut:
         msg = (

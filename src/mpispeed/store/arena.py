@@ -15,16 +15,17 @@ _Shelf = tuple[torch.dtype, int, bool, bool]
 """Buffers alike: dtype, elements, whether in host memory, whether page-locked."""
 
 LEAST_RETURNED_BYTES = 4 << 20
-"""From this size on pageable host memory goes back to the system when nobody uses it."""
+"""From this size on pageable host memory goes back to the system when others need the room."""
 
 
 class Arena:
     """Flat scratch tensors by dtype and size.
 
-    Long ones in host memory are mapped when they are taken, and unmapped when they are given back: a step needs many
-    lengths, and rarely two at a time. Huge pages make that cost no more than a tenth of a copy; where the system has
-    none, new memory costs seven copies, and long ones are kept, too. Short ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are
-    kept for the next taker.
+    Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: what is
+    given back is kept as long as all together take no more than was ever in use at once, and what was given back first
+    goes to the system when a new one needs the room. Without this a process grows to the sum of all lengths; without
+    keeping any, new pages cost more than the copies into them. Short ones, page-locked ones, which are slow to make,
+    and those of a device, where work may be queued, are kept for the next taker in any case.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
@@ -34,15 +35,16 @@ class Arena:
         peak_bytes: the most of these so far.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, returns: bool | None = None) -> None:
-        """Args: `returns`: False keeps long buffers too; None: where there are no huge pages."""
-        self.device = torch.device(device)
-        self._returns = host_memory.has_huge_pages() if returns is None else returns
+    def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
+        """Args: `returns`: False keeps long buffers too."""
+        self.device, self._returns = torch.device(device), returns
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
+        self._spare: dict[int, _Shelf] = {}  # by id of a long buffer that is free, the one given back first before
         self._lock = threading.Lock()
         self.owned_bytes = self.peak_bytes = 0
+        self._used_bytes = self._most_used_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False, pin: bool = False) -> torch.Tensor:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
@@ -59,16 +61,34 @@ class Arena:
             shelf = self._free.get(key)
             if shelf:
                 buffer = shelf.pop()
+                self._use(buffer.nbytes)
+                self._spare.pop(id(buffer), None)
                 event = self._last.pop(id(buffer), None)
                 if event is not None:
                     devices.follow(self.device, event)
             else:
+                self._make_room(numel * dtype.itemsize)
                 with torch.inference_mode(False):  # it may be taken for training later
                     buffer = self._make(key, home)
+                self._use(buffer.nbytes)
                 self.owned_bytes += buffer.nbytes
                 self.peak_bytes = max(self.peak_bytes, self.owned_bytes)
             self._taken[id(buffer)] = key
             return buffer
+
+    def _use(self, count: int) -> None:
+        self._used_bytes += count
+        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
+
+    def _make_room(self, count: int) -> None:
+        """Let long buffers that nobody uses go, until `count` bytes more are no more than were ever in use."""
+        most = max(self._most_used_bytes, self._used_bytes + count)
+        while self._spare and self.owned_bytes + count > most:
+            found, key = next(iter(self._spare.items()))
+            del self._spare[found]
+            shelf = self._free[key]
+            index = next(i for i, buffer in enumerate(shelf) if id(buffer) == found)
+            self.owned_bytes -= shelf.pop(index).nbytes
 
     def _make(self, key: _Shelf, home: torch.device) -> torch.Tensor:
         dtype, numel, _, is_pinned = key
@@ -93,9 +113,9 @@ class Arena:
                 msg = f"a buffer of {buffer.numel()} elements is given back that was not taken from this arena"
                 raise StoreError(msg)
             key = self._taken.pop(id(buffer))
+            self._used_bytes -= buffer.nbytes
             if self._is_returned(key):
-                self.owned_bytes -= buffer.nbytes
-                return
+                self._spare[id(buffer)] = key
             if devices.is_on_device(buffer):
                 self._last[id(buffer)] = devices.mark(self.device)
             self._free.setdefault(key, []).append(buffer)
@@ -105,6 +125,7 @@ class Arena:
         with self._lock:
             if id(buffer) in self._taken:
                 del self._taken[id(buffer)]
+                self._used_bytes -= buffer.nbytes
                 self.owned_bytes -= buffer.nbytes
 
     @property
@@ -119,3 +140,4 @@ class Arena:
                 self.owned_bytes -= sum(buffer.nbytes for buffer in shelf)
             self._free.clear()
             self._last.clear()
+            self._spare.clear()

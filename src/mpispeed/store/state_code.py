@@ -142,6 +142,11 @@ class StateCodes:
     word: str = "fp32"
     seed: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """True if all states rest as they are updated."""
+        return self.master is None and all(word == "fp32" for word in (self.word, *dict(self.words).values()))
+
     def slot(self, name: str) -> StateCode | None:
         """The code of a slot of the optimizer; None: it rests as it is updated.
 

@@ -32,34 +32,53 @@ def resident_bytes():
 
 
 def test_long_buffers_go_back_to_the_system():
-    arena, numel, before = Arena(returns=True), 16 << 20, resident_bytes()
+    arena, numel, before = Arena(), 16 << 20, resident_bytes()
     buffer = arena.take(numel, torch.float32)
     buffer.fill_(1.0)
     view = buffer[: 1 << 20]
     assert resident_bytes() > before + 60 * 2**20
     assert buffer.untyped_storage().nbytes() == 4 * numel
     arena.give(buffer)
+    assert arena.owned_bytes == 4 * numel
+    other = arena.take(numel - (1 << 20), torch.float32)  # of another length: both were never in use at once
+    assert arena.owned_bytes == other.nbytes
     del buffer
-    assert arena.owned_bytes == 0
     assert float(view.sum()) == 1 << 20  # memory that somebody looks at stays
     del view
     assert resident_bytes() < before + 16 * 2**20
     assert arena.peak_bytes == 4 * numel
 
 
+def test_long_buffers_are_kept_within_what_was_in_use_at_once():
+    arena, least = Arena(), LEAST_RETURNED_BYTES
+    sizes = [least + index for index in range(4)]
+    buffers = [arena.take(size, torch.uint8) for size in sizes]
+    for buffer in buffers:
+        arena.give(buffer)
+    most = sum(sizes)
+    assert (arena.owned_bytes, arena.peak_bytes) == (most, most)
+    assert arena.take(sizes[2], torch.uint8) is buffers[2]
+    arena.give(buffers[2])
+    large = arena.take(2 * least, torch.uint8)  # those given back first make room: 0 and 1
+    assert arena.owned_bytes == sizes[2] + sizes[3] + large.nbytes
+    assert arena.take(sizes[2], torch.uint8) is buffers[2]
+    assert arena.take(sizes[1], torch.uint8) is not buffers[1]
+    assert arena.peak_bytes == most
+
+
 def test_what_is_too_short_or_to_be_kept_stays():
-    for arena, size in ((Arena(returns=True), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
+    for arena, size in ((Arena(), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
         buffer = arena.take(size // 2, torch.bfloat16)
         arena.give(buffer)
         assert arena.take(size // 2, torch.bfloat16) is buffer
 
 
 def test_a_long_buffer_can_be_lost_and_is_not_given_twice():
-    arena = Arena(returns=True)
+    arena = Arena()
     lost, given = (arena.take(LEAST_RETURNED_BYTES, torch.uint8) for _ in range(2))
     arena.lose(lost)
     arena.give(given)
-    assert (arena.owned_bytes, arena.taken_count) == (0, 0)
+    assert (arena.owned_bytes, arena.taken_count) == (LEAST_RETURNED_BYTES, 0)
     with pytest.raises(StoreError, match="not taken"):
         arena.give(given)
 
