@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import load
 from mpispeed.plan.mixed import find_lowered, find_norms, make_scaler, mixed_precision
 
@@ -70,7 +71,9 @@ def test_parameters_that_are_lowered():
     assert not find_lowered(model, mixed(torch_autocast={"enabled": True, "lower_precision_safe_modules": []}))
 
 
-@pytest.mark.parametrize("name", ["..a.B", "", "X", "torch.nn.", "a b.c", "breaks.X", "leaves.X", "torch.nn.functional.relu", "x" * 9000])
+@pytest.mark.parametrize(
+    "name", ["..a.B", "", "X", "torch.nn.", "a b.c", "breaks.X", "leaves.X", "torch.nn.functional.relu", "x" * 9000]
+)
 def test_what_is_no_class_is_one_line(name, tmp_path, monkeypatch):
     (tmp_path / "breaks.py").write_text("raise RuntimeError('no')")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)")

@@ -93,7 +93,7 @@ def test_too_many_mappings_are_named():
         pytest.skip(f"vm.max_map_count is {most} here, and so many mappings take a while")
     pages = mmap.mmap(-1, (most + 2) * mmap.PAGESIZE)
     try:
-        with pytest.raises(OSError, match="unavailable|allocate"):  # each of these pages is a mapping by itself
+        with pytest.raises(OSError, match=r"unavailable|allocate"):  # each of these pages is a mapping by itself
             for page in range(0, most + 2, 2):
                 pages.madvise(mmap.MADV_DONTDUMP, page * mmap.PAGESIZE, mmap.PAGESIZE)
         with pytest.raises(MemoryError, match=r"of \d+ \(sysctl vm.max_map_count\), raise that"):
