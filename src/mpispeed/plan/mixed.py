@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.config.mixed import SAFE_MODULES, Level, cast_dtype, level_of
+from mpispeed.config.problems import show
 from mpispeed.nn.tensor.embedding import VocabLinear
 from mpispeed.nn.tensor.linear import ColumnLinear, RowLinear
 from mpispeed.precision.policy import parse_dtype
@@ -212,10 +213,11 @@ def _class_of(name: str) -> type[nn.Module]:
     where, key = name.rpartition(".")[0], "torch_autocast.lower_precision_safe_modules"
     try:
         found = getattr(importlib.import_module(where), name.rpartition(".")[2])
-    except (ImportError, AttributeError, ValueError) as error:
-        msg = f"{key} names {name!r}, which cannot be found ({error}); name classes as torch.nn.Linear"
+    except (Exception, SystemExit) as error:  # importing runs whatever the module does
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        msg = f"{key} names {show(name)}, which cannot be found ({what}); name classes as torch.nn.Linear"
         raise ConfigError(msg) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        msg = f"{key} names {name!r}, which is no class of modules; name classes as torch.nn.Linear"
+        msg = f"{key} names {show(name)}, which is no class of modules; name classes as torch.nn.Linear"
         raise ConfigError(msg)
     return found

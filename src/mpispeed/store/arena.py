@@ -26,9 +26,8 @@ class Arena:
 
     Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: of what is
     given back a part is kept, the latest, and the rest goes to the system. Keeping all would make a process grow to the
-    sum of all lengths; keeping none costs new pages at every use, which are slower than the copies into them. Where the
-    system has no huge pages, new memory costs seven copies, and all are kept. So are short ones, page-locked ones,
-    which are slow to make, and those of a device, where work may be queued.
+    sum of all lengths; keeping none costs new pages at every use, which are slower than the copies into them. Short
+    ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are all kept.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
@@ -38,10 +37,9 @@ class Arena:
         peak_bytes: the most of these so far.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, returns: bool | None = None) -> None:
-        """Args: `returns`: False keeps long buffers too; None: where there are no huge pages."""
-        self.device = torch.device(device)
-        self._returns = host_memory.has_huge_pages() if returns is None else returns
+    def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
+        """Args: `returns`: False keeps long buffers too."""
+        self.device, self._returns = torch.device(device), returns
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -62,23 +61,6 @@ def trim() -> None:
         release(ctypes.c_size_t(0))
 
 
-@cache
-def has_huge_pages() -> bool:
-    """True if the system gives huge pages to who asks for them. Without, madvise succeeds all the same."""
-    return read_huge_pages(Path("/"))
-
-
-def read_huge_pages(root: Path) -> bool:
-    """What `has_huge_pages` keeps; `root` has the folders /sys and /proc."""
-    try:
-        modes = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
-        own = (root / "proc/self/status").read_text()
-    except OSError:  # a kernel without them
-        return False
-    is_refused = any(line.split() == ["THP_enabled:", "0"] for line in own.splitlines())  # prctl(PR_SET_THP_DISABLE)
-    return "[never]" not in modes and not is_refused
-
-
 def _is_long(numel: int, dtype: torch.dtype) -> bool:
     return numel * dtype.itemsize >= LEAST_MAPPED_BYTES
 
@@ -95,7 +77,8 @@ def _mapped(numel: int, dtype: torch.dtype, is_brief: bool = False) -> torch.Ten
     start = first if spare else 0
     whole = start + size - (address + start + size) % _HUGE_PAGE_BYTES - first  # the rest would be taken whole
     if whole > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages, or no mapping left to be cut
+        # A kernel without huge pages, or no mapping left to be cut; where they are switched off, all goes well.
+        with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, first, whole)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
 

@@ -262,5 +262,5 @@ def test_an_overflow_halves_the_scale_and_skips_the_step(stage):
 @pytest.mark.ranks(1)
 def test_a_class_that_does_not_exist_is_named():
     section = {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Lineal"]}}
-    with pytest.raises(ConfigError, match=r"names 'torch\.nn\.Lineal', which cannot be found"):
+    with pytest.raises(ConfigError, match=r'names "torch\.nn\.Lineal", which cannot be found'):
         start(config(0, ROWS, **ADAM, **section), Net())

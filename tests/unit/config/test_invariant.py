@@ -34,3 +34,9 @@ def test_conflicts_are_refused_with_a_reason(more, words):
 
 def test_lamb_with_whole_states_is_allowed():
     validate(BASE | {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, 1025, 2**40, True, "many", None, [1]])
+def test_threads_that_no_node_has_are_refused(value):
+    with pytest.raises(MpispeedError, match=r"reproducibility\.threads"):
+        validate({"reproducibility": {"threads": value}}, "test")

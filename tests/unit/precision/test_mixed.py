@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mpispeed.base.errors import ConfigError
 from mpispeed.config.load import load
 from mpispeed.plan.mixed import find_lowered, find_norms, make_scaler, mixed_precision
 
@@ -68,6 +69,21 @@ def test_parameters_that_are_lowered():
     both = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear", "torch.nn.Embedding"]}
     assert id(model.table.weight) in find_lowered(model, mixed(torch_autocast=both))
     assert not find_lowered(model, mixed(torch_autocast={"enabled": True, "lower_precision_safe_modules": []}))
+
+
+@pytest.mark.parametrize(
+    "name", ["..a.B", "", "X", "torch.nn.", "a b.c", "breaks.X", "leaves.X", "torch.nn.functional.relu", "x" * 9000]
+)
+def test_what_is_no_class_is_one_line(name, tmp_path, monkeypatch):
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('no')")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"enabled": True, "lower_precision_safe_modules": [name]}
+    with pytest.raises(ConfigError, match="lower_precision_safe_modules names") as caught:
+        find_lowered(nn.Linear(2, 2), mixed(torch_autocast=given))
+    message = str(caught.value)
+    assert "name classes as torch.nn.Linear" in message
+    assert len(message) < 500
 
 
 def test_norms_that_stay():

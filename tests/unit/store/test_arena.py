@@ -32,7 +32,7 @@ def resident_bytes():
 
 
 def test_long_buffers_go_back_to_the_system():
-    arena, numel, before = Arena(returns=True), 16 << 20, resident_bytes()
+    arena, numel, before = Arena(), 16 << 20, resident_bytes()
     buffer = arena.take(numel, torch.float32)
     buffer.fill_(1.0)
     view = buffer[: 1 << 20]
@@ -68,14 +68,14 @@ def test_the_latest_long_buffers_are_kept():
 
 
 def test_what_is_too_short_or_to_be_kept_stays():
-    for arena, size in ((Arena(returns=True), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
+    for arena, size in ((Arena(), LEAST_RETURNED_BYTES - 2), (Arena(returns=False), LEAST_RETURNED_BYTES)):
         buffer = arena.take(size // 2, torch.bfloat16)
         arena.give(buffer)
         assert arena.take(size // 2, torch.bfloat16) is buffer
 
 
 def test_a_long_buffer_can_be_lost_and_is_not_given_twice():
-    arena = Arena(returns=True)
+    arena = Arena()
     lost, given = (arena.take(LEAST_RETURNED_BYTES, torch.uint8) for _ in range(2))
     arena.lose(lost)
     arena.give(given)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpispeed.store import host_memory
-from mpispeed.store.arena import LEAST_SPARE_BYTES, Arena
+from mpispeed.store.arena import Arena
 
 MIB = 1 << 20
 
@@ -77,12 +77,14 @@ def test_a_limit_of_addresses_is_a_sentence(make):
 
 
 def test_an_arena_goes_on_after_a_refusal():
-    arena = Arena(returns=True)
+    arena = Arena()
     with at_most(8 * MIB), pytest.raises(MemoryError, match="cannot be mapped"):
         arena.take(64 * MIB, torch.uint8)
     assert (arena.owned_bytes, arena.taken_count) == (0, 0)
-    arena.give(arena.take(64 * MIB, torch.uint8))
-    assert arena.peak_bytes == 64 * MIB
+    for size in (40, 41, 42):  # a refused buffer is none that was in use: what is free goes for each of these
+        arena.give(arena.take(size * MIB, torch.uint8))
+        assert arena.owned_bytes == size * MIB
+    assert arena.peak_bytes == (41 + 42) * MIB
 
 
 def test_too_many_mappings_are_named():
@@ -98,29 +100,3 @@ def test_too_many_mappings_are_named():
             list(map(host_memory.zeros, [3 * MIB] * 9, [torch.uint8] * 9))
     finally:
         pages.close()
-
-
-def test_where_huge_pages_are_refused(tmp_path):
-    modes, own = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled", tmp_path / "proc/self/status"
-    for path in (modes, own):
-        path.parent.mkdir(parents=True)
-    assert not host_memory.read_huge_pages(tmp_path)
-    own.write_text("Name:\tpython\nTHP_enabled:\t1\n")
-    for text, found in (
-        ("always [madvise] never", True),
-        ("[always] madvise never", True),
-        ("always madvise [never]", False),
-    ):
-        modes.write_text(text)
-        assert host_memory.read_huge_pages(tmp_path) is found
-    modes.write_text("[always] madvise never")
-    own.write_text("THP_enabled:\t0\n")
-    assert not host_memory.read_huge_pages(tmp_path)
-
-
-def test_long_buffers_are_kept_where_new_pages_are_small(monkeypatch):
-    for has, is_kept in ((True, False), (False, True)):
-        monkeypatch.setattr(host_memory, "has_huge_pages", lambda has=has: has)
-        arena = Arena()
-        arena.give(arena.take(LEAST_SPARE_BYTES + 1, torch.uint8))
-        assert (arena.owned_bytes > 0) is is_kept
