@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpispeed
 from mpispeed.base.errors import ConfigError
+from mpispeed.compat import torch_autocast
 from mpispeed.pipe.module import PipelineModule
 from tests.helpers.covering import on_ranks
 from tests.zoo import same_bits
@@ -138,6 +139,10 @@ def test_what_the_masters_are_and_what_travels(stage):
         assert kept.compute == (torch.bfloat16 if is_lowered and stage == 3 else torch.float32), name
         assert kept.full == torch.float32
         assert kept.master_is_param == (kept.compute == torch.float32)
+    for name, param in engine.module.named_parameters():
+        assert torch_autocast.has_comm_dtype(param)
+        assert torch_autocast.get_comm_dtype(param) == states[name].wire
+    assert not torch_autocast.has_comm_dtype(nn.Parameter(torch.ones(1)))
     assert engine.torch_autocast_enabled()
     assert engine.torch_autocast_dtype() == torch.bfloat16
     engine.destroy()

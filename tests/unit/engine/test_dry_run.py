@@ -78,3 +78,14 @@ def test_many_ranks_and_layers_take_seconds(zero):
     budget = predict(facts_of(source, ranks, model, node=8))
     assert time.process_time() - start < 30  # about 2; work for each rank would be hours
     assert budget.sent_bytes() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_norm_of_gradients_takes_the_same_bytes_for_any_number_of_ranks(stage):
+    found = []
+    for ranks in (2, 3, 64, 10_240):
+        source = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **WARM}
+        sent = predict(facts_of(source, ranks, on_meta(), node=8)).sent
+        found.append([row for row in sent if row.what == "gradient norm"])
+    assert sum(row.bytes for row in found[0]) > 0
+    assert found == [found[0]] * 4
