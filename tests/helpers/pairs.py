@@ -36,8 +36,8 @@ from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
 from tests.helpers.closeness import nearness
-from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers, widen
 from tests.helpers.feature import BATCH, FINAL, PROMISES, Feature
+from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers, widen
 from tests.helpers.features_of_data import STEPS, TEXTS, Texts
 from tests.helpers.index_files import write_metric
 from tests.zoo.training import own_part
