@@ -211,7 +211,7 @@ def place_slice(cut: TensorSlice, values: torch.Tensor, whole: torch.Tensor, sta
             continue
         turns, at = block.count // block.pattern.numel, 0
         for first, count in block.pattern.runs:
-            target = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            target = flat[block.start + first :].as_strided((turns, count), (block.pattern.period, 1))
             target.copy_(part.view(turns, -1)[:, at : at + count])
             at += count
 
@@ -232,7 +232,7 @@ def take_slice(cut: TensorSlice, whole: torch.Tensor, values: torch.Tensor, star
             continue
         turns, at = block.count // block.pattern.numel, 0
         for first, count in block.pattern.runs:
-            source = flat.as_strided((turns, count), (block.pattern.period, 1), block.start + first)
+            source = flat[block.start + first :].as_strided((turns, count), (block.pattern.period, 1))
             part.view(turns, -1)[:, at : at + count].copy_(source)
             at += count
     values[end - start :].zero_()
