@@ -10,7 +10,7 @@ import mpispeed
 from mpispeed.base.errors import ConfigError
 from mpispeed.compat import torch_autocast
 from mpispeed.pipe.module import PipelineModule
-from tests.helpers.covering import on_ranks
+from tests.helpers.covering import in_turn, on_ranks
 from tests.zoo import same_bits
 from tests.zoo.training import ADAM, config, start, weights
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.mpi(min_size=1)
 WIDTH, ROWS = 8, 12
 BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 FP16 = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
+SECTIONS = {"bf16": BF16, "fp16": FP16, "O1": {"amp": True}}
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
@@ -105,9 +106,9 @@ def test_stages_that_cut_states_train_alike(stage):
     base.destroy()
 
 
-@STAGES
-@pytest.mark.parametrize("section", [BF16, FP16, {"amp": True}], ids=["bf16", "fp16", "O1"])
-def test_ranks_train_near_one_process(section, stage):
+@pytest.mark.parametrize(("stage", "name"), on_ranks([0, 1, 2, 3], list(SECTIONS)))
+def test_ranks_train_near_one_process(stage, name):
+    section = SECTIONS[name]
     dtype = torch.bfloat16 if section is BF16 else torch.float16
     engine = start(config(stage, ROWS, **ADAM, **section), Net())
     found = torch.tensor(train(engine), dtype=torch.float64)
@@ -127,7 +128,7 @@ def masters(engine):
     }
 
 
-@STAGES
+@pytest.mark.parametrize("stage", in_turn([0, 1, 2, 3]))
 def test_what_the_masters_are_and_what_travels(stage):
     engine = start(config(stage, ROWS, **ADAM, **BF16), Net())
     states = {
