@@ -65,18 +65,19 @@ def train(engine, steps=3):
     return losses
 
 
-def plainly(dtype, steps=3, clip=0.0):
-    """Torch's autocast around a model in fp32, on whole batches."""
+def plainly(dtype, steps=3, clip=0.0, skips=0):
+    """Torch's autocast around a model in fp32, on whole batches; the first updates may be left out."""
     model, losses = Net(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for batch in data(steps):
+    for step, batch in enumerate(data(steps)):
         with torch.autocast("cpu", dtype):
             loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        if step >= skips:
+            optimizer.step()
         losses.append(float(loss.detach()))
     return model, losses
 
@@ -113,11 +114,13 @@ def test_ranks_train_near_one_process(stage, name):
     engine = start(config(stage, ROWS, **ADAM, **section), Net())
     found = torch.tensor(train(engine), dtype=torch.float64)
     engine.mpispeed.parts.mesh["data"].all_reduce(found)
-    _, losses = plainly(dtype)
+    skips = engine.skipped_steps  # a rank whose few samples agree may overflow at the first scale, as in GradScaler
+    assert skips <= (dtype == torch.float16)
+    _, losses = plainly(dtype, skips=skips)
     # Products round to 2^-9 (bf16) or 2^-12; gradients are rounded once more for each rank.
     bound = 2e-2 if dtype == torch.bfloat16 else 3e-3
     torch.testing.assert_close(found / engine.dp_world_size, torch.tensor(losses).double(), rtol=bound, atol=0)
-    assert engine.optimizer.cur_scale == (1.0 if dtype == torch.bfloat16 else 2.0**16)
+    assert engine.optimizer.cur_scale == (1.0 if dtype == torch.bfloat16 else 2.0 ** (16 - skips))
     assert engine.dynamic_loss_scale() == (dtype == torch.float16)
     engine.destroy()
 
