@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.features import CLOSE, EXACT, FINAL
+from tests.helpers.feature import CLOSE, EXACT, FINAL
 
 NEAR, NEAR_ROUNDED = 1e-4, 3e-2
 """Relative, of losses that fall by a tenth: other orders of sums; other places where few bits are rounded."""

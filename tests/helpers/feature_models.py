@@ -17,6 +17,7 @@ from tests.helpers.pipes import gpt, gpt_layers
 
 SHAPE = gpt.Shape(layers=2, heads=2, width=16, block=8)
 SEED = 5
+BYTES = 256
 
 
 class Attention(nn.Module):
@@ -39,9 +40,10 @@ class Attention(nn.Module):
 
 
 class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
-    """Counts how often blocks are run; the last run of each had `length` tokens."""
+    """Counts how often blocks are run; the last run of each had `length` tokens, and products in `ran_in`."""
 
     runs = length = 0
+    ran_in = torch.float32
 
     def __init__(self, shape: gpt.Shape, ep_size: int = 0, has_blocks: bool = False) -> None:
         super().__init__(shape)
@@ -53,6 +55,8 @@ class Block(gpt_layers.PipeBlock):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Block.runs += 1
         self.length = x.shape[1]
+        is_cast = torch.is_autocast_enabled("cpu")
+        Block.ran_in = torch.get_autocast_dtype("cpu") if is_cast else self.attention.qkv.weight.dtype
         return super().forward(x)  # type: ignore[no-any-return]
 
 
@@ -106,6 +110,17 @@ class Whole(nn.Module):
         return gpt_layers.cross_entropy(self.head(self.norm(x)), y)  # type: ignore[no-any-return]
 
 
+def widen(model: nn.Module) -> nn.Module:
+    """Say that the widths of a model have grown to twice those of a base model, as mup.set_base_shapes does."""
+    import mup
+
+    for param in model.parameters():
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        fixed = {BYTES} | ({shape[0]} if len(shape) == 3 else set())  # the bytes of a text, and the experts of a stack
+        param.infshape = mup.InfShape([mup.InfDim(None if size in fixed else size // 2, size) for size in shape])
+    return model
+
+
 class WholeWithExperts(Whole):
     """The same with experts in the last block, for `mpispeed plan`."""
 
@@ -118,3 +133,11 @@ class WholeWithBlocks(Whole):
 
     def __init__(self) -> None:
         super().__init__(has_blocks=True)
+
+
+class WholeWithWidths(Whole):
+    """The same whose widths have grown, for `mpispeed plan`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widen(self)

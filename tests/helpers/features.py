@@ -7,9 +7,7 @@ that has another feature too, and how one sees that it was in effect. `tests/hel
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,100 +18,15 @@ import mpispeed
 from mpispeed.moe import MoE
 from mpispeed.nn.sparse import SparseSelfAttention
 from tests.helpers.compression import IN_PAIRS
+from tests.helpers.feature import ANY, BATCH, CLOSE, CUT, FINAL, UP, Feature, put, together, zero
 from tests.helpers.feature_models import Whole
 from tests.helpers.features_of_data import TEXTS, compresses, drops_layers, drops_tokens, grows, is_sampled, recomputed
+from tests.helpers.features_of_numbers import NUMBERS
 from tests.helpers.index_files import metric
 from tests.helpers.pipes import gpt_layers
 
 if TYPE_CHECKING:
     from tests.helpers.pairs import Run
-
-BATCH = 24
-FINAL, CLOSE, EXACT = "runs", "near", "bits"
-"""Promises about a pair: losses are finite; near those of the other feature alone; the same to the bit."""
-
-PROMISES = (EXACT, CLOSE, FINAL)
-"""From the strongest to the weakest."""
-
-ANY, CUT, UP = (0, 1, 2, 3), (1, 2, 3), (3,)
-
-
-Change = Callable[[dict[str, Any], Path], None]
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A row.
-
-    Attributes:
-        name: what the page calls it.
-        words: what a sentence that refuses it may say: parts of texts in lower case.
-        seen: True if a run had it in effect; asked on every rank before the engine is destroyed.
-        change: edits the config; the folder is that of the run.
-        stages: ZeRO stages at which it can be, best first.
-        keeps: what it promises about the numbers of a run that has another feature.
-        is_rounding: the run computes or sends in few bits, so that "near" is less near.
-        by_micro_batch: it draws for each micro-batch, so that other micro-batches give other numbers.
-        kind: an engine has one feature of a kind; others of it would replace it.
-        axes: sizes of axes that it needs.
-        client: makes the client's optimizer of the parameters.
-        act: what a run does after two steps.
-        saves: the run is saved after two steps, and another engine goes on.
-        left: True if the files are there after the engine was destroyed; asked on rank 0.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    seen: Callable[[Run], bool]
-    change: Change = lambda settings, folder: None
-    stages: tuple[int, ...] = ANY
-    keeps: str = EXACT
-    is_rounding: bool = False
-    by_micro_batch: bool = False
-    kind: str = ""
-    axes: dict[str, int] = field(default_factory=dict)
-    client: Callable[[nn.Module, list[Any]], Any] | None = None
-    act: Callable[[Run], None] | None = None
-    saves: bool = False
-    left: Callable[[Run], bool] = lambda run: True
-
-    @property
-    def makes_engines(self) -> bool:
-        """True if a run makes a second engine."""
-        return self.saves or self.name == "walltime"
-
-    @property
-    def key(self) -> str:
-        """A short name for files and command lines."""
-        return "".join(c if c.isalnum() else "-" for c in self.name.lower()).strip("-")
-
-
-def put(path: str, value: Any) -> Change:
-    """Set one key of the config, by its path; "FOLDER" stands for the folder of the run."""
-
-    def change(settings: dict[str, Any], folder: Path) -> None:
-        *sections, key = path.split(".")
-        at = settings
-        for section in sections:
-            at = at.setdefault(section, {})
-        given = json.loads(json.dumps(value).replace("FOLDER", str(folder)))
-        is_joined = isinstance(given, dict) and isinstance(at.get(key), dict)  # two features may be parts of a section
-        at[key] = at[key] | given if is_joined else given
-
-    return change
-
-
-def _zero(key: str, value: Any) -> Change:
-    return put(f"zero_optimization.{key}", value)
-
-
-def _all(*changes: Change) -> Change:
-    def change(settings: dict[str, Any], folder: Path) -> None:
-        for one in changes:
-            one(settings, folder)
-
-    return change
-
 
 # -- how one sees a feature -----------------------------------------------------------------------------------------
 
@@ -166,7 +79,7 @@ def _offload(tier: str, device: str) -> Feature:
     seen = in_memory if device == "cpu" else _files(tier)
     name, stages = f"offload_{tier}, {device}", UP if tier == "param" else CUT
     return Feature(
-        name, ("offload", "files", device), seen, _zero(f"offload_{tier}", section), stages, kind=f"offload_{tier}"
+        name, ("offload", "files", device), seen, zero(f"offload_{tier}", section), stages, kind=f"offload_{tier}"
     )
 
 
@@ -272,7 +185,7 @@ def _sends_codes(run: Run) -> bool:
 
 
 _SLICES = put("tensor_parallel", {"autotp_size": 2, "injection_policy_tuple": gpt_layers.SLICES})
-_CODED = _zero("zero_quantized_gradients", True)
+_CODED = zero("zero_quantized_gradients", True)
 
 FEATURES: tuple[Feature, ...] = (
     *map(_stage, ANY),
@@ -287,14 +200,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("zero.Init", ("zero.init",), lambda run: run.notes["was born cut"], stages=ANY[::-1]),
     Feature(
         "MiCS", ("mics",), lambda run: run.engine.plan.states.param.axes == ("data.inner",),
-        _zero("mics_shard_size", 2), UP,
+        zero("mics_shard_size", 2), UP,
     ),
     Feature(
-        "hpZ", ("hpz",), lambda run: run.engine.plan.states.second is not None, _zero("zero_hpz_partition_size", 2), UP
+        "hpZ", ("hpz",), lambda run: run.engine.plan.states.second is not None, zero("zero_hpz_partition_size", 2), UP
     ),
     Feature(
         "quantized weights", ("quantized",), _sends_codes,
-        _all(_zero("zero_quantized_weights", True), _zero("zero_quantized_in_node", True)), UP, FINAL,
+        together(zero("zero_quantized_weights", True), zero("zero_quantized_in_node", True)), UP, FINAL,
         is_rounding=True,
     ),
     Feature(
@@ -303,7 +216,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "LoCo", ("loco", "quantized"), lambda run: run.engine.plan.placing.hops is not None,
-        _all(_CODED, _zero("zeropp_loco_param", {"err_beta": 0.8, "reset_T": 1024})), CUT, FINAL, is_rounding=True,
+        together(_CODED, zero("zeropp_loco_param", {"err_beta": 0.8, "reset_T": 1024})), CUT, FINAL, is_rounding=True,
     ),
     _onebit("OneBitAdam", {"freeze_step": 2}),
     _onebit("OneBitLamb", {"freeze_step": 2}),
@@ -318,7 +231,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "sequence_parallel", ("sequence", "slice", "tensor_parallel"), _sequence_is_cut,
-        _all(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
+        together(_SLICES, put("tensor_parallel.sequence_parallel", True)), keeps=CLOSE, axes={"model": 2},
     ),
     Feature(
         "sequence axis", ("sequence",), lambda run: run.engine.mesh["sequence"].size == 2,
@@ -395,7 +308,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "times and traces", ("wall_clock", "trace"), lambda run: run.engine.wall_clock_breakdown(),
-        _all(put("wall_clock_breakdown", True), put("trace", {
+        together(put("wall_clock_breakdown", True), put("trace", {
             "enabled": True, "start_step": 1, "end_step": 1, "path": "FOLDER/trace.json"})),
         left=lambda run: (run.folder / "trace.json").exists(),
     ),
@@ -410,9 +323,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "save_16bit_model", ("save_16bit", "parts of the model", "gather_16bit"),
         lambda run: run.notes["wrote"] is True,
-        _zero("stage3_gather_16bit_weights_on_model_save", True), act=_save_weights, left=_whole_file,
+        zero("stage3_gather_16bit_weights_on_model_save", True), act=_save_weights, left=_whole_file,
     ),
     Feature("mpispeed plan", ("planned", "plan"), lambda run: True, keeps=FINAL),
+    *NUMBERS,
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

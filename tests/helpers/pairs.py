@@ -36,8 +36,8 @@ from mpispeed.sharding.sharded_param import is_sharded
 from mpispeed.walltime import last_safe_step, requests
 from tests.helpers import features as rows
 from tests.helpers.closeness import nearness
-from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers
-from tests.helpers.features import BATCH, FINAL, PROMISES, Feature
+from tests.helpers.feature import BATCH, FINAL, PROMISES, Feature
+from tests.helpers.feature_models import SEED, SHAPE, Block, Whole, layers, widen
 from tests.helpers.features_of_data import STEPS, TEXTS, Texts
 from tests.helpers.index_files import write_metric
 from tests.zoo.training import own_part
@@ -121,6 +121,8 @@ class Run:
             model = self._model(seed)
         if "progressive layer drop" in self.names and any(isinstance(each, Block) for each in model.modules()):
             convert_to_layer_drop(model, Block)
+        if "MuAdamW" in self.names:
+            widen(model)
         self.notes["was born cut"] = any(map(is_sharded, model.parameters()))
         make = next((feature.client for feature in self.features if feature.client), None)
         client: Any = None
@@ -467,7 +469,7 @@ def _forecast(features: tuple[Feature, ...], stage: int) -> Outcome:
         settings = _settings(features, Path(scratch), stage)
         config = Path(scratch) / "ds.json"
         config.write_text(json.dumps(settings))
-        kinds = {"experts": "WholeWithExperts", "sparse attention": "WholeWithBlocks"}
+        kinds = {"experts": "WholeWithExperts", "sparse attention": "WholeWithBlocks", "MuAdamW": "WholeWithWidths"}
         model = next((kinds[feature.name] for feature in features if feature.name in kinds), "Whole")
         words = [str(config), "-n", "4", "--model", f"{Whole.__module__}:{model}", "--memory", "1e12", "--json"]
         words += ["--zero-init"] if any(feature.name == "zero.Init" for feature in features) else []

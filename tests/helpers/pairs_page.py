@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tests.helpers.features import FEATURES, PROMISES, all_pairs, stage_of
+from tests.helpers.feature import PROMISES
+from tests.helpers.features import FEATURES, all_pairs, stage_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "mpi" / "engine" / "pairs.json"

@@ -190,6 +190,9 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.pipe.topology": {"mpispeed.pipe": _TOPOLOGY},
     "runtime.progressive_layer_drop": {"mpispeed.nn.layer_drop": "ProgressiveLayerDrop"},
     "runtime.quantize": {"mpispeed.compression": "Quantizer"},
+    "runtime.torch_autocast": {
+        "mpispeed.compat.torch_autocast": "get_comm_dtype has_comm_dtype get_default_autocast_lower_precision_modules",
+    },
     "runtime.utils": {
         "mpispeed.compat.runtime_utils": "see_memory_usage set_random_seed clip_grad_norm_ get_global_norm "
         "get_global_norm_of_tensors empty_cache move_to_device",
@@ -261,7 +264,6 @@ LATER: dict[str, dict[str, str]] = {
         "module_inject.containers": "",
         "ops.transformer.inference": "DeepSpeedInferenceConfig DeepSpeedTransformerInference",
     },
-    "amp of NVIDIA Apex": {"runtime.fp16.amp": "amp"},
 }
 
 #: why a name has no counterpart -> module -> its names

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parametrizations
 
 from mpispeed.base.errors import UsageError
+from tests.helpers.covering import on_ranks
 from tests.zoo.cut import WIDTH, difference
 from tests.zoo.models import BATCH, Stack, built
 from tests.zoo.training import ADAM, config, start, weights
@@ -104,9 +105,12 @@ def check(make, habit, stage):
     engine.destroy()
 
 
-@STAGES
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
-def test_trains_as_plain_torch(habit, stage):
+@pytest.mark.parametrize(
+    ("stage", "habit"),
+    on_ranks([0, 1, 2, 3], HABITS, ranks=(1, 2, 3)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_trains_as_plain_torch(stage, habit):
     check(Stack, habit, stage)
 
 

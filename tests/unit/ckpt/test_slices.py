@@ -105,6 +105,24 @@ def save_slices(folder, infos, size, dtype=torch.float32, *, cut=lambda local, r
     return folder / "t" / "model.h5"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_slices_of_a_part_of_a_buffer_leave_the_rest_of_it(size):
+    """As in a message in which one whole tensor stands behind others."""
+    for info in CASES:
+        numel, ahead = math.prod(info.shape), 7
+        whole = torch.arange(1.0, numel + 1).view(info.shape)
+        message, found = torch.zeros(ahead + numel + 3), torch.zeros(ahead + numel + 3)
+        message[ahead : ahead + numel] = whole.view(-1)
+        for rank in range(size):
+            cut = TensorSlice(info, rank, size)
+            expected = cut_by_torch(info, whole, rank, size).reshape(-1)
+            values = torch.full((cut.numel,), -1.0)
+            take_slice(cut, message[ahead : ahead + numel], values)
+            assert torch.equal(values[: expected.numel()], expected), info
+            place_slice(cut, expected, found[ahead : ahead + numel])
+        assert torch.equal(found, message), info
+
+
 @pytest.mark.parametrize("info", CASES, ids=lambda info: info.name)
 def test_runs_lead_to_the_elements_that_torch_cuts(info):
     flat = whole_of(info).reshape(-1)

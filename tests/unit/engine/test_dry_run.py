@@ -78,3 +78,16 @@ def test_many_ranks_and_layers_take_seconds(zero):
     budget = predict(facts_of(source, ranks, model, node=8))
     assert time.process_time() - start < 30  # about 2; work for each rank would be hours
     assert budget.sent_bytes() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_norm_of_gradients_takes_the_same_message_for_any_number_of_ranks(stage):
+    """A sum that the plan counts as 2 (n - 1) / n of its message, whatever carries it."""
+    found = []
+    for ranks in (2, 3, 64, 10_240):
+        source = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **WARM}
+        sent = predict(facts_of(source, ranks, on_meta(), node=8)).sent
+        (row,) = (row for row in sent if row.what == "gradient norm")
+        assert (row.verb, row.messages) == ("all_reduce", 1)
+        found.append(row.bytes * ranks / (2 * (ranks - 1)))
+    assert found == pytest.approx([72 * 8] * 4, abs=1)  # integers of 64 bits; the plan counts whole bytes
