@@ -124,9 +124,8 @@ def main() -> None:
         for name in names:
             begin = time.perf_counter()
             runs[name].append(row := train(name, args.steps, seed, windows, held))
-            print(
-                f"seed {seed}  {name:38s} training {row['training']:.4f} validation {row['validation']:.4f}", flush=True
-            )
+            text = f"training {row['training']:.4f} validation {row['validation']:.4f}"
+            print(f"seed {seed}  {name:38s} {text}  {time.perf_counter() - begin:.0f} s", flush=True)
         options = {"steps": args.steps, "seeds": seed + 1, "batch": BATCH, "last": LAST}
         peers.write_record(args.json, "state_dtypes", options, summary(runs))
     for name, row in summary(runs).items():

@@ -1,4 +1,4 @@
-"""The example of states in few bits, started as its first lines say: a run goes on at other ranks, stages and dtypes."""
+"""The example of states in few bits, started as it says: a run goes on at other ranks, stages and dtypes."""
 
 import re
 from pathlib import Path
