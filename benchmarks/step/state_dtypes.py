@@ -3,8 +3,8 @@
     python benchmarks/step/state_dtypes.py --json benchmarks/results/state-dtypes.json
 
 One process and one thread. A seed gives the weights and the order of batches, and every setting sees the same. Losses
-are computed in fp32 of the model's logits, and the rate falls to zero, so that they scatter little: the mean over the last 100 steps, and that of files
-held out. Bytes are those that the engine holds, for each element of its flat buffers.
+are computed in fp32 of the model's logits, and the rate falls to zero, so that they scatter little: the mean over the
+last 100 steps, and that of files held out. Bytes are those that the engine holds, for each element of its flat buffers.
 """
 
 from __future__ import annotations
