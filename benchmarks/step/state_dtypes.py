@@ -10,6 +10,7 @@ last 100 steps, and that of files held out. Bytes are those that the engine hold
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -94,43 +95,41 @@ def _batch(windows: Windows, indices: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
     """By setting, means over the seeds of its losses divided by full precision's of the same seed, minus 1."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, rows in runs.items():
-        base = runs["bf16" if name.startswith("bf16") else "fp32"]
-        found[name] = {
-            f"{kind} above": statistics.fmean(
-                row[kind] / plain[kind] - 1 for row, plain in zip(rows, base, strict=False)
-            )
+        base = {row["seed"]: row for row in runs["bf16" if name.startswith("bf16") else "fp32"]}
+        above = {
+            f"{kind} above": statistics.fmean(row[kind] / base[row["seed"]][kind] - 1 for row in rows)
             for kind in ("training", "validation")
         }
-        found[name] |= {"runs": rows}
+        found[name] = {"seeds": len(rows), **above, "runs": rows}
     return found
 
 
 def main() -> None:
-    """Run all settings with all seeds; the record is written after every seed."""
+    """Run the settings with all seeds; the record is written after every seed, beside what it has of others."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="add the figures to this record")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    texts = standard_library(2_000_000)
-    windows, held = (Windows(text, SHAPE.block) for text in texts)
-    names = [name for name in SETTINGS if name in {*args.only, "fp32"} or (name == "bf16" and "bf16" in str(args.only))]
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for seed in range(args.seeds):
-        for name in names:
+    windows, held = (Windows(text, SHAPE.block) for text in standard_library(2_000_000))
+    known = json.loads(args.json.read_text())["results"] if args.json is not None and args.json.is_file() else {}
+    runs: dict[str, list[dict[str, float]]] = {name: list(known.get(name, {"runs": []})["runs"]) for name in SETTINGS}
+    for seed in args.seeds:
+        for name in args.only:
             begin = time.perf_counter()
-            runs[name].append(row := train(name, args.steps, seed, windows, held))
+            row = {"seed": seed, **train(name, args.steps, seed, windows, held)}
+            runs[name] = [*(one for one in runs[name] if one["seed"] != seed), row]
             text = f"training {row['training']:.4f} validation {row['validation']:.4f}"
             print(f"seed {seed}  {name:38s} {text}  {time.perf_counter() - begin:.0f} s", flush=True)
-        options = {"steps": args.steps, "seeds": seed + 1, "batch": BATCH, "last": LAST}
-        peers.write_record(args.json, "state_dtypes", options, summary(runs))
-    for name, row in summary(runs).items():
+        options = {"steps": args.steps, "batch": BATCH, "last": LAST}
+        peers.write_record(args.json, "state_dtypes", options, summary({k: v for k, v in runs.items() if v}))
+    for name, row in summary({name: rows for name, rows in runs.items() if rows}).items():
         above = "  ".join(f"{kind} {100 * row[f'{kind} above']:+.2f} %" for kind in ("training", "validation"))
-        print(f"{name:38s} {above}", flush=True)
+        print(f"{name:38s} {row['seeds']} seeds  {above}", flush=True)
 
 
 if __name__ == "__main__":
