@@ -130,7 +130,7 @@ def check_restart(make, trained, folder):
 @pytest.mark.parametrize(("stage", "types"), on_ranks([0, 1, 2, 3], list(TYPES), ranks=(2, 4)))
 def test_slices_go_on_with_the_same_bits(stage, types, mpi_tmp_path):
     slices = {"autotp_size": 2, "injection_policy_tuple": {"first": "column", "middle": "row"}}
-    rows = samples(3)
+    rows = samples(3, BATCH, width=8, outs=4)
     check_restart(
         lambda: start(settings(stage, types, tensor_parallel=slices), Mlp()),
         lambda engine, steps: train(engine, [rows[step] for step in steps]),
