@@ -6,7 +6,9 @@ from typing import Any
 
 from mpispeed.config.batch import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, require_slots, resolve_batch
 from mpispeed.config.dtypes import (
+    AMP_KEY,
     accumulation_dtype,
+    amp_masters,
     communication_dtype,
     master_dtype,
     masters_and_grads,
@@ -70,6 +72,8 @@ def derive(config: Config, world_size: int) -> dict[str, tuple[Any, str]]:
         found["data_types.grad_accum_dtype"] = (accumulation_dtype(config), reason)
     if config.data_types.master_dtype is None:
         reason = f"derived: {masters_key(config)} is true" if masters_and_grads(config) else "default"
+        if amp_masters(config):
+            reason = f"derived: {AMP_KEY} is false" if config.amp.opt_level != "O3" else "derived: amp.opt_level is O3"
         found["data_types.master_dtype"] = (master_dtype(config), reason)
     if config.data_types.optimizer_states is None:
         is_bf16 = optimizer_dtypes(config) == "bf16"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpispeed.config.mixed import cast_dtype
+from mpispeed.config.mixed import cast_dtype, level_of
 
 if TYPE_CHECKING:
     from mpispeed.config.root import Config
+
+AMP_KEY = "amp.master_weights"
+"""The key that `amp_masters` follows, or the level by itself."""
 
 
 def train_dtype(config: Config) -> str:
@@ -33,9 +36,17 @@ def masters_and_grads(config: Config) -> str:
     return "bf16" if bf16.enabled and bf16.bf16_master_weights_and_grads else ""
 
 
+def amp_masters(config: Config) -> str:
+    """Format of masters by section amp, where it asks for none beside 16-bit parameters, or ""."""
+    if not config.amp.enabled:
+        return ""
+    level = level_of(config.amp)
+    return level.model if level.model in ("fp16", "bf16") and not level.has_masters else ""
+
+
 def master_dtype(config: Config) -> str:
     """Format in which masters rest: fp32 unless set."""
-    return config.data_types.master_dtype or masters_and_grads(config) or "fp32"
+    return config.data_types.master_dtype or masters_and_grads(config) or amp_masters(config) or "fp32"
 
 
 def optimizer_dtypes(config: Config) -> str | dict[str, str]:

@@ -66,7 +66,9 @@ class Amp(Section):
     patch_torch_functions: bool | None = Field(None, description="Use torch.autocast; O1 only.")
     keep_batchnorm_fp32: bool | None = Field(None, description="Keep BatchNorms in fp32; null is true at O2.")
     master_weights: bool | None = Field(
-        None, description="Keep fp32 masters of parameters in 16 bits, as is always done; false warns."
+        None,
+        description="Keep fp32 masters of parameters in 16 bits; null is false at O3; false: the parameters are the "
+        "masters, as by data_types.master_dtype.",
     )
     loss_scale: ScaleOrDynamic | None = Field(
         None, description='Static loss scale, or "dynamic"; null is dynamic at O1 and O2, and 1 at O0 and O3.'

@@ -306,6 +306,8 @@ PATHS: dict[str, str] = {
     "graph_harvesting": "graph_harvesting",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "pld_enabled": "progressive_layer_drop.enabled",

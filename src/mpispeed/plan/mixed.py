@@ -49,7 +49,6 @@ class Mixed:
         casts_keywords: those that are given by keyword are, too.
         outputs: dtype of floating outputs; None: as the model gives them.
         is_scaled: the loss is multiplied by a scale.
-        drops_masters: the config asks for no masters in fp32.
     """
 
     section: str = ""
@@ -61,7 +60,6 @@ class Mixed:
     casts_keywords: bool = False
     outputs: torch.dtype | None = None
     is_scaled: bool = False
-    drops_masters: bool = False
 
     @property
     def computes_half(self) -> bool:
@@ -114,7 +112,6 @@ def _of_amp(amp: Amp) -> Mixed:
         casts_keywords=model is not None,
         outputs=None if outputs is None else parse_dtype(outputs, "amp.cast_model_outputs"),
         is_scaled=level.scale != 1.0,
-        drops_masters=level.model in ("fp16", "bf16") and not level.has_masters,
     )
 
 

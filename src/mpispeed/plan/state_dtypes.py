@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.config.dtypes import master_dtype, optimizer_dtypes
+from mpispeed.config.dtypes import AMP_KEY, amp_masters, master_dtype, optimizer_dtypes
 from mpispeed.store.state_code import StateCode, StateCodes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def require_codes(config: Config, name: str, slots: Iterable[str], *, takes_any_
         msg = (
             f"optimizer {name} cannot have masters or states in other dtypes than fp32, as "
             f"{_asked(config)} asks: it looks at whole tensors, keeps states of its own or exchanges them; use Adam, "
-            "AdamW, Adagrad, Lion, Muon or SGD by name in the config, or fp32"
+            'AdamW, Adagrad, Lion, Muon or SGD by name, or fp32 (data_types.master_dtype "fp32" for masters)'
         )
         raise ConfigError(msg)
     unknown = [slot for slot, _ in codes.words if slot not in slots]
@@ -73,5 +73,6 @@ def _asked(config: Config) -> str:
         "data_types.optimizer_states": types.optimizer_states is not None,
         "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads,
         "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads,
+        AMP_KEY: bool(amp_masters(config)),
     }
     return next(path for path, is_asked in asked.items() if is_asked)

@@ -182,6 +182,8 @@ class _Dealer:
         kind = _kind(unit)
         compute, full, accumulate, wire = self._dtypes(unit)
         codes = codes_of(plan.config) if unit.is_trainable and full == torch.float32 else NO_CODES
+        if codes.master is not None and codes.master.dtype != compute:
+            codes = replace(codes, master=None)  # norms in fp32 of a 16-bit model are their own masters
         param, is_outside = self._param(unit), unit.index in self._outside
         has_second = not param.is_replicated and kind.partial == DATA_AXES
         grad, master = (

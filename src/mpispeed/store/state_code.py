@@ -59,8 +59,8 @@ class StateCode:
 
     Attributes:
         word: "bf16", "fp16" or "int8".
-        rounding: of updates in 16 bits: "nearest", "stochastic", or "kahan", which keeps what the rounding lost in a
-            second 16-bit number.
+        rounding: of updates: "nearest", "stochastic", or, in 16 bits, "kahan", which keeps what the rounding lost in
+            a second 16-bit number.
         is_signed: of 8-bit codes.
         seed: of stochastic rounding.
     """
@@ -100,8 +100,12 @@ class StateCode:
         Shapes: parts [`Part.count` of n] each; values [n], fp32.
         """
         threads = torch.get_num_threads()
+        drawn = draws if self.rounding == "stochastic" else None
         if self.word == "int8":
-            state_codes.encode8(parts[0], parts[1], values, signed=self.is_signed, threads=threads)
+            seed, (step, start) = None if drawn is None else self.seed, drawn or (0, 0)
+            state_codes.encode8(
+                parts[0], parts[1], values, signed=self.is_signed, seed=seed, step=step, start=start, threads=threads
+            )
         elif self.rounding == "kahan":
             # What is left of a value may round up to half of a last place, and the sum's own nearest be another: twice,
             # so that pairs made of sums, as a load makes them, are the same pairs.
@@ -109,8 +113,8 @@ class StateCode:
             total = torch.empty_like(values)
             state_codes.join(total, parts[0], parts[1], threads=threads)
             state_codes.split(parts[0], parts[1], total, threads=threads)
-        elif self.rounding == "stochastic" and draws is not None:
-            step, start = draws
+        elif drawn is not None:
+            step, start = drawn
             state_codes.round_stochastic(parts[0], values, seed=self.seed, step=step, start=start, threads=threads)
         else:
             state_codes.encode16(parts[0], values, threads=threads)
@@ -150,14 +154,15 @@ class StateCodes:
     def slot(self, name: str) -> StateCode | None:
         """The code of a slot of the optimizer; None: it rests as it is updated.
 
-        16-bit slots are rounded stochastically: a second moment that moves by 1/1000 in a step, less than half of the
-        last place of bf16, would not move at all.
+        16-bit slots and 8-bit ones without a sign are rounded stochastically: a second moment that moves by 1/1000 in
+        a step, less than half of the last place of bf16 or of a step between levels, would not move at all. First
+        moments move by 1/10, and lose less by the nearest of 127 levels than by draws.
         """
-        word = dict(self.words).get(name, self.word)
+        word, is_signed = dict(self.words).get(name, self.word), name not in UNSIGNED
         if word == "fp32":
             return None
         seed = self.seed ^ zlib.crc32(name.encode())
-        return StateCode(word, "nearest" if word == "int8" else "stochastic", name not in UNSIGNED, seed)
+        return StateCode(word, "nearest" if word == "int8" and is_signed else "stochastic", is_signed, seed)
 
 
 PLAIN = StateCodes()

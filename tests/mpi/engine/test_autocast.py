@@ -248,6 +248,7 @@ def test_levels_of_apex(level, stage):
     assert {found["norm.weight"], engine.module.norm.running_mean.dtype} == {norm}
     assert set(engine.module.inputs) == {model}
     assert engine.mpispeed.parts.scaler.scale == scale
+    assert bool(engine.mpispeed.parts.params.shards.master_bytes) == (level == "O2")  # others are their own masters
     assert engine.amp_enabled()
     assert not engine.skipped_steps
     engine.destroy()

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+import mpispeed
 from mpispeed.base.errors import ConfigError
+from mpispeed.cli.main import cli
 from mpispeed.engine.estimate.budget import predict
 from mpispeed.engine.estimate.inputs import gather_inputs
 from mpispeed.store.placement import Tier
-from tests.helpers.covering import on_ranks
+from tests.helpers import pipes
+from tests.helpers.covering import in_turn, on_ranks
 from tests.zoo import same_bits
-from tests.zoo.models import TinyLM, batches
-from tests.zoo.training import SGD, WARM, config, start, train_averaged, weights
+from tests.zoo.models import Mlp, TinyLM, batches, samples
+from tests.zoo.training import SGD, WARM, config, start, train, train_averaged, weights
 
 BATCH = 36
 TYPES = {
@@ -103,6 +107,78 @@ def test_states_of_other_dtypes_are_converted(mpi_tmp_path, caplog):
         torch.testing.assert_close(ours, theirs, rtol=2**-16, atol=0)  # two bf16 hold 16 bits
     first.destroy()
     other.destroy()
+
+
+def check_restart(make, trained, folder):
+    """Train 2 steps, and 1 more after a save and, by another engine, a load."""
+    first = make()
+    trained(first, range(2))
+    first.save_checkpoint(str(folder))
+    second = make()
+    second.load_checkpoint(str(folder))
+    assert trained(second, range(2, 3)) == trained(first, range(2, 3))
+    ours, theirs = (engine.mpispeed.parts for engine in (first, second))
+    has_moved = False
+    for unit in ours.table.units:  # a rank's part of some may be what fills them up
+        held = ours.optimization.states.of(unit)
+        has_moved |= any(bool(values.any()) for values in held.values())
+        same_bits(theirs.optimization.states.of(unit), held)
+        same_bits(theirs.params.shards.master(unit), ours.params.shards.master(unit))
+    assert has_moved
+    for engine in (first, second):
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "types"), on_ranks([0, 1, 2, 3], list(TYPES), ranks=(2, 4)))
+def test_slices_go_on_with_the_same_bits(stage, types, mpi_tmp_path):
+    slices = {"autotp_size": 2, "injection_policy_tuple": {"first": "column", "middle": "row"}}
+    rows = samples(3, BATCH, width=8, outs=4)
+    check_restart(
+        lambda: start(settings(stage, types, tensor_parallel=slices), Mlp()),
+        lambda engine, steps: train(engine, [rows[step] for step in steps]),
+        mpi_tmp_path,
+    )
+
+
+PIPELINES = [((2, 1, 1), "kahan"), ((3, 1, 1), "stochastic"), ((2, 1, 2), "kahan"), ((2, 2, 1), "moments")]
+
+
+@pytest.mark.parametrize(("layout", "types"), in_turn(PIPELINES, ranks=(2, 3, 4, 4)))
+def test_pipelines_go_on_with_the_same_bits(layout, types, mpi_tmp_path):
+    case = pipes.Case(pipes.Layout(*layout), "1f1b", 1, "bf16", is_tied=True)
+    check_restart(lambda: case.engine(data_types=TYPES[types]), pipes.train, mpi_tmp_path)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_models_built_in_shards_have_the_same_states():
+    found = []
+    for is_inside in (False, True):
+        given = settings(3, "kahan")
+        if is_inside:
+            with mpispeed.zero.Init(config_dict_or_path=given):
+                model = TinyLM()
+        else:
+            model = TinyLM().bfloat16()
+        engine = start(given, model)
+        losses = train_averaged(engine, batches(2, BATCH))
+        found.append(
+            (losses, weights(engine), [engine.parts.optimization.states.of(u) for u in engine.parts.table.units])
+        )
+        engine.destroy()
+    same_bits(found[1], found[0])
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_say_what_rested_how(mpi_tmp_path, comm):
+    engine = start(settings(2, "kahan"), TinyLM())
+    train_averaged(engine, batches(1, BATCH))
+    engine.save_checkpoint(str(mpi_tmp_path), tag="t")
+    if comm.rank == 0:
+        shown = CliRunner().invoke(cli, ["ckpt", "show", f"{mpi_tmp_path}:t", "--state"])
+        assert 'dtypes = "masters bf16 (kahan), optimizer states int8"' in shown.output
+        again = CliRunner().invoke(cli, ["ckpt", "verify", f"{mpi_tmp_path}:t"])
+        assert again.exit_code == 0, again.output
+    engine.destroy()
 
 
 @pytest.mark.ranks(1, 3)

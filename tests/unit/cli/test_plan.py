@@ -197,6 +197,37 @@ def test_a_limit_of_memory_in_the_config_is_no_go(folder):
     assert "host_memory_limit is 1 GiB" in done.stdout
 
 
+MOMENTS_8 = 2 * (1 + 4 / 256)
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "masters", "moments"),
+    [
+        ({"data_types": {"optimizer_states": "int8"}}, "masters fp32, optimizer states int8", 4, MOMENTS_8),
+        (
+            {"data_types": {"master_dtype": "bf16", "master_rounding": "kahan", "optimizer_states": "int8"}},
+            "masters bf16 (kahan), optimizer states int8", 2, MOMENTS_8,
+        ),
+        (
+            {"data_types": {"master_dtype": "bf16", "optimizer_states": {"exp_avg": "bf16"}}},
+            "masters bf16, optimizer states exp_avg bf16", 0, 6,
+        ),
+        (
+            {"bf16": {"enabled": False}, "amp": {"enabled": True, "opt_level": "O3", "cast_model_type": "bf16"}},
+            "masters bf16, optimizer states fp32", 0, 8,
+        ),
+    ],
+)  # fmt: skip
+def test_states_rest_in_the_bytes_of_their_codes(folder, more, words, masters, moments):
+    (folder / "ds.json").write_text(json.dumps(CONFIG | more))
+    said = call("ds.json", "-n", 4, *SIZE)
+    assert f"at rest {words}" in " ".join(said.output.split())
+    found = asked("ds.json", "-n", 4, *SIZE)
+    held = {row["what"]: row["bytes"] for row in found["held"]}
+    assert held.get("masters", 0) == pytest.approx(7e9 / 4 * masters, rel=1e-3)
+    assert held["optimizer state"] == pytest.approx(7e9 / 4 * moments, rel=1e-3)
+
+
 def test_buffers_that_are_too_short_are_a_wrong_question(folder):
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "disk", "max_in_cpu": 0, "buffer_size": 1000}}
     (folder / "short.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))

@@ -52,8 +52,6 @@ def test_what_replaces_a_level():
     assert found.is_scaled
     found = mixed(amp={"enabled": True, "patch_torch_functions": False, "cast_model_outputs": "fp32"})
     assert (found.autocast, found.outputs, found.section) == (None, torch.float32, "")
-    assert mixed(amp={"enabled": True, "opt_level": "O3"}).drops_masters
-    assert not mixed(amp={"enabled": True, "opt_level": "O0"}).drops_masters
 
 
 def test_parameters_that_are_lowered():

@@ -125,9 +125,6 @@ def assemble(
 
 def _make_casting(plan: Plan) -> Casting:
     mixed = plan.mixed
-    if mixed.drops_masters:
-        text = "amp asks for no masters in fp32 (master_weights false, or opt_level O3); they are kept all the same"
-        logs.once(log, logging.WARNING, text)
     return Casting(
         plan.policy.compute,
         plan.cast_by,
