@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +119,8 @@ class Run(NamedTuple):
     stage: int
     dtype: str = "fp32"
     neighbours: int = 1
-    zero: dict[str, Any] = {}
-    more: dict[str, Any] = {}
+    zero: Mapping[str, Any] = MappingProxyType({})
+    more: Mapping[str, Any] = MappingProxyType({})
     is_pipe: bool = False
 
 

@@ -20,6 +20,8 @@ from mpispeed.ckpt.read.reader import Reader
 
 #: elements that are compared together
 _STEP = 128 << 10
+#: counters of the engine that depend on the number of ranks
+_OF_RANKS = ("micro_steps",)
 #: differences of the state that are listed; more are counted
 MOST_STATE = 1000
 
@@ -129,10 +131,9 @@ def diff(
     Elements are compared by value, whatever their dtypes; they are equal when they differ by at most
     `atol + rtol * |second|`.
 
-    By bits they are equal if dtypes and bytes are, so that 0.0 and -0.0 differ; of the state all is compared that the
-    results of going on depend on and that belongs to the run: counters of the engine, loss scale, and what the optimizer
-    has. Identity, time, writers, random states, which are those of ranks, and counts of a rank's own micro-batches are
-    not.
+    By bits they are equal if dtypes and bytes are, so that 0.0 and -0.0 differ. Of the state that is compared which
+    belongs to the run and decides how it goes on: counters of the engine, loss scale, schedule, and what the optimizer
+    has; not identity, time, writers, random states of ranks, nor counts of a rank's own micro-batches.
 
     Args:
         first: one checkpoint.
