@@ -6,7 +6,7 @@ Each of them has dropout, clipping, and as many slots as 1, 2, 3, 4, 6 and 12 da
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
