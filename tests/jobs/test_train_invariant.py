@@ -28,10 +28,6 @@ def test_two_and_three_ranks_have_the_same_bits(job, tmp_path):
     code, text = differ(two, three)
     assert code == 0, text
     assert re.fullmatch(r"(\d+) of \1 tensors are equal\n", text)
-    onward = told(job(1, EXAMPLE, "--steps", 10, "--out", two))
-    assert told(job(2, EXAMPLE, "--stage", 2, "--steps", 10, "--out", three)) == onward != []
-    assert differ(two, three)[0] == 0
-    assert differ(f"{two}:global_step5", f"{two}:global_step10")[0] == 1
 
 
 def test_the_example_is_short():
