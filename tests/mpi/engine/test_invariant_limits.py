@@ -76,7 +76,7 @@ def test_batch_norm_is_refused():
 @pytest.mark.parametrize("ask", [mpispeed.comm.get_rank, mpispeed.comm.get_local_rank, groups.get_data_parallel_rank])
 def test_the_rank_is_not_told_in_a_pass(ask):
     engine = start(settings(), Asks(ask))
-    with pytest.raises(UsageError, match="the model asks for .*rank.* in its forward pass"):
+    with pytest.raises(UsageError, match=r"the model asks for .*rank.* in its forward pass"):
         engine(torch.ones(MICRO, 4))
     engine.eval()
     engine(torch.ones(MICRO, 4))
