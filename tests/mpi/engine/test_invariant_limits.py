@@ -8,7 +8,7 @@ from torch import nn
 
 import mpispeed
 from mpispeed.base.errors import UsageError
-from mpispeed.runtime.utils import groups
+from mpispeed.compat import groups
 from tests.zoo.training import config, start
 
 pytestmark = pytest.mark.ranks(1, 3)
