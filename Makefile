@@ -54,7 +54,7 @@ soak:
 
 matrix:
 	$(SETUP) test
-	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_expert_reshard.py tests/jobs/test_parallel_matrix.py tests/jobs/test_torch_jobs.py tests/jobs/test_tune_scripts.py tests/jobs/test_tune_worker.py
+	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/jobs/test_reshard.py tests/jobs/test_expert_reshard.py tests/jobs/test_parallel_matrix.py tests/jobs/test_slot_runs.py tests/jobs/test_torch_jobs.py tests/jobs/test_tune_scripts.py tests/jobs/test_tune_worker.py
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/cuda/test_compile.py
 	@MPISPEED_MATRIX=full $(IN_VENV)/python -m pytest -q -p no:cacheprovider tests/unit/engine
 	@MPISPEED_MATRIX=full $(IN_VENV)/python tests/run_mpi.py --seconds 14400 --test-seconds 600

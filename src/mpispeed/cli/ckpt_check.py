@@ -90,14 +90,26 @@ def _tolerance(context: click.Context, parameter: click.Parameter, value: float)
     "--slots", metavar="SLOT,...", multiple=True, help="Compare these slots only, such as master; repeatable."
 )
 @click.option("--state", "wants_state", is_flag=True, help="Compare state, configuration and attributes too.")
+@click.option("--bits", "by_bits", is_flag=True, help="Compare dtypes, bytes, and the state of engine and optimizer.")
 @as_json_option
 def diff(
-    first: str, second: str, rtol: float, atol: float, slots: tuple[str, ...], wants_state: bool, as_json: bool
+    first: str,
+    second: str,
+    rtol: float,
+    atol: float,
+    slots: tuple[str, ...],
+    wants_state: bool,
+    by_bits: bool,
+    as_json: bool,
 ) -> None:
     """Tell in what two checkpoints differ; exit code 1 if they do.
 
-    Elements are compared by value: another dtype with the same values is no difference.
+    Elements are compared by value: another dtype with the same values is no difference. With --bits it is one; time,
+    writers, random states and what else belongs to ranks is none.
     """
+    if by_bits and (rtol or atol):
+        msg = "--bits compares without tolerances; leave --rtol and --atol out"
+        raise click.UsageError(msg)
     wanted = {slot for text in slots for slot in text.split(",") if slot}
     with reported(as_json), open_location(first) as mine, open_location(second) as theirs:
         known = {slot for reader in (mine, theirs) for _, slot in reader.index.tensors}
@@ -105,7 +117,9 @@ def diff(
             some = ", ".join(sorted(known))
             msg = f"neither checkpoint has a slot {', '.join(sorted(wanted - known))}; they have {some}"
             raise click.UsageError(msg)
-        found = comparing.diff(mine, theirs, rtol=rtol, atol=atol, slots=wanted, wants_state=wants_state)
+        found = comparing.diff(
+            mine, theirs, rtol=rtol, atol=atol, slots=wanted, wants_state=wants_state, by_bits=by_bits
+        )
     if as_json:
         click.echo(json.dumps(found.as_row(), indent=1))
     else:

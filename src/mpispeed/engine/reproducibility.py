@@ -82,7 +82,7 @@ class _Leave:
 
 
 class Conditions:
-    """What the bits of a run depend on beside its config, data and model."""
+    """Conditions of equal bits beside config, data and model: threads, processor, versions."""
 
     def __init__(self, context: Context, threads: int) -> None:
         """Compare those of all ranks. Collective over: all ranks."""

@@ -119,6 +119,35 @@ def test_numbers_that_are_none(tmp_path):
     }  # fmt: skip
 
 
+def test_bits(tmp_path):
+    odd = torch.tensor([0x7FC00000, 0x7FC00001, 0], dtype=torch.int32).view(torch.float32)  # two NaNs and a zero
+    same, other = odd.clone(), odd.view(torch.int32).flip(0).view(torch.float32)
+    assert pair(tmp_path / "same", odd, same, by_bits=True).change == "equal"
+    call(tmp_path / "same" / "a", tmp_path / "same" / "b", "--bits")
+    zeros = torch.tensor([0.0, -0.0, 1.0])
+    row = pair(tmp_path / "zeros", zeros, zeros.abs(), by_bits=True)
+    assert (row.change, row.tally.equal, row.tally.max_abs) == ("values", 2, 0.0)
+    call(tmp_path / "zeros" / "a", tmp_path / "zeros" / "b")
+    assert "0 of 1 tensors are equal" in call(tmp_path / "zeros" / "a", tmp_path / "zeros" / "b", "--bits", code=1)
+    assert pair(tmp_path / "nan", odd, other, by_bits=True).tally.equal == 1
+    assert pair(tmp_path / "dtype", zeros, zeros.double(), by_bits=True).change == "dtype"
+    call(tmp_path / "zeros" / "a", tmp_path / "zeros" / "a", "--bits", "--rtol", "0.1", code=2)
+    with pytest.raises(ValueError, match="without tolerances"):
+        pair(tmp_path / "none", zeros, zeros, by_bits=True, rtol=0.1)
+
+
+def test_bits_leave_out_what_ranks_have_of_their_own(tmp_path):
+    def state_of(**changed):
+        return STATE | {"engine": STATE["engine"] | changed}
+
+    saved(tmp_path / "a", state=state_of())
+    saved(tmp_path / "ranks", size=3, state=state_of(micro_steps=42), rng={"torch": b"others"})
+    saved(tmp_path / "steps", state=state_of(global_steps=8))
+    assert call(tmp_path / "a", tmp_path / "ranks", "--bits") == "10 of 10 tensors are equal\n"
+    call(tmp_path / "a", tmp_path / "ranks", "--bits", "--state", code=1)
+    assert "state.engine.global_steps: 7 -> 8" in call(tmp_path / "a", tmp_path / "steps", "--bits", code=1)
+
+
 def test_large_integers_and_complex(tmp_path):
     row = pair(tmp_path / "i", torch.tensor([2**60, 7]), torch.tensor([2**60 + 1, 4]))
     assert (row.tally.equal, row.tally.max_abs, row.tally.max_ulp) == (0, 3.0, None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from mpispeed.ckpt.read.reader import Reader
 
 #: elements that are compared together
 _STEP = 128 << 10
+#: counters of the engine that depend on the number of ranks
+_OF_RANKS = ("micro_steps",)
 #: differences of the state that are listed; more are counted
 MOST_STATE = 1000
 
@@ -50,7 +53,8 @@ class Row:
     """One tensor that both checkpoints have.
 
     Attributes:
-        change: "equal", "values" or "shape"; tensors of different shapes are not compared.
+        change: "equal", "values", "shape" or, where bits are compared, "dtype"; tensors of different shapes are not
+            compared.
         experts: numbers of the experts whose elements differ, of a tensor of one or all.
     """
 
@@ -120,11 +124,16 @@ def diff(
     atol: float = 0.0,
     slots: Collection[str] = (),
     wants_state: bool = False,
+    by_bits: bool = False,
 ) -> Difference:
     """Compare two checkpoints.
 
     Elements are compared by value, whatever their dtypes; they are equal when they differ by at most
     `atol + rtol * |second|`.
+
+    By bits they are equal if dtypes and bytes are, so that 0.0 and -0.0 differ. Of the state that is compared which
+    belongs to the run and decides how it goes on: counters of the engine, loss scale, schedule, and what the optimizer
+    has; not identity, time, writers, random states of ranks, nor counts of a rank's own micro-batches.
 
     Args:
         first: one checkpoint.
@@ -133,10 +142,15 @@ def diff(
         atol: absolute tolerance.
         slots: compare these only; empty for all. Aliases are compared with all.
         wants_state: compare the state, the configuration, the generators and the attributes of parameters too.
+        by_bits: compare dtypes and bytes, and the state of the engine and the optimizer.
 
     Raises:
+        ValueError: tolerances for bits.
         CorruptCheckpoint: the bytes of one are not those that were saved.
     """
+    if by_bits and (rtol or atol):
+        msg = f"bits are compared without tolerances; rtol is {rtol} and atol {atol}"
+        raise ValueError(msg)
     made = Difference()
     mine, theirs = (
         {key: tensor for key, tensor in reader.index.tensors.items() if not slots or key[1] in slots}
@@ -151,10 +165,11 @@ def diff(
     for tensor in digest.in_order(mine.values()):
         other = theirs.get((tensor.name, tensor.slot))
         if other is not None:
-            made.rows.append(_row(first, tensor, second, other, rtol, atol))
+            add = _add_bits if by_bits else functools.partial(_add, rtol=rtol, atol=atol)
+            made.rows.append(_row(first, tensor, second, other, add, by_bits=by_bits))
     made.experts = _expert_layers(first, second, mine.keys() ^ theirs.keys(), made.rows)
-    if wants_state:
-        for entry in _state_differences(first, second):
+    if wants_state or by_bits:
+        for entry in _state_differences(first, second) if wants_state else _run_differences(first, second):
             made.state_count += 1
             if len(made.state) < MOST_STATE:
                 made.state.append(entry)
@@ -186,7 +201,9 @@ def _numbers(expert: tuple[int, int]) -> range:
     return range(expert[1] if expert[1] <= experts.MOST_SPLIT else 0)
 
 
-def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, rtol: float, atol: float) -> Row:
+def _row(
+    first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, add: Callable[..., None], *, by_bits: bool
+) -> Row:
     shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
     expert = first.info(mine.name).expert if mine.slot != schema.BUFFER_SLOT else None
     held = _numbers(expert) if expert is not None else range(0)
@@ -203,10 +220,12 @@ def _row(first: Reader, mine: TensorEntry, second: Reader, theirs: TensorEntry, 
             if mine.dtype == theirs.dtype and ours.tobytes() == others.tobytes():
                 tally.equal += len(ours)
             else:
-                _add(tally, ours, others, dtypes, rtol, atol)
+                add(tally, ours, others, dtypes)
         if tally.numel - tally.equal > before:  # of a slot of another shape it is not known which
             apart += held[part : part + 1] if len(parts) == len(held) else held
     change = "equal" if tally.equal == tally.numel else "values"
+    if by_bits and mine.dtype != theirs.dtype:
+        change = "dtype"
     return Row(mine.name, mine.slot, change, shapes, dtypes, tally, tuple(apart))
 
 
@@ -222,6 +241,15 @@ def _pairs(
             reader.read_bytes(tensor, start * tensor.itemsize, part.data.cast("B"))
         for at in range(0, len(parts[0]), _STEP):
             yield parts[0][at : at + _STEP], parts[1][at : at + _STEP]
+
+
+def _add_bits(tally: Tally, ours: np.ndarray, others: np.ndarray, dtypes: tuple[str, str]) -> None:
+    """As `_add`, of which elements with the same bytes are equal."""
+    before = tally.equal
+    _add(tally, ours, others, dtypes, 0.0, 0.0)
+    if dtypes[0] == dtypes[1]:
+        raw = [part.view(np.uint8).reshape(len(part), -1) for part in (ours, others)]
+        tally.equal = before + int(np.count_nonzero((raw[0] == raw[1]).all(1)))
 
 
 def _add(tally: Tally, ours: np.ndarray, others: np.ndarray, dtypes: tuple[str, str], rtol: float, atol: float) -> None:
@@ -264,6 +292,22 @@ def _steps(ours: np.ndarray, others: np.ndarray) -> int:
     sizes, signs = [part & mask for part in raw], [part > mask for part in raw]
     apart = np.maximum(*sizes) - np.minimum(*sizes)
     return int(np.where(signs[0] == signs[1], apart, sizes[0] + sizes[1]).max())
+
+
+def _run_differences(first: Reader, second: Reader) -> Iterator[tuple[str, str, str]]:
+    """What belongs to the run and not to its ranks."""
+    mine, theirs = (objects.opened(reader.state(_described)) for reader in (first, second))
+    for part in ("engine", "lr_scheduler", "optimizer"):
+        ours, others = (objects.opened(state.get(part, {})) for state in (mine, theirs))
+        if part == "engine":
+            ours, others = (
+                {key: value for key, value in each.items() if key != "micro_steps"} for each in (ours, others)
+            )
+        yield from _compared(f"state.{part}", ours, others)
+    for name in first.names():
+        if name in second.index.params:
+            infos = [dataclasses.asdict(reader.info(name)) for reader in (first, second)]
+            yield from _compared(f"params.{name}", *infos)
 
 
 def _state_differences(first: Reader, second: Reader) -> Iterator[tuple[str, str, str]]:

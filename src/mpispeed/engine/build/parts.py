@@ -312,8 +312,11 @@ class Parts:
         counted, step = self.counters.micro_steps, self.counters.global_steps
         self.bus.announce(Event.BATCH_START, micro_step=counted, global_step=step, is_training=is_training)
         streams, slot = self.streams, None
-        if streams is not None and is_training:
-            slot = streams.begin(step, micro_step, chunk)
+        if streams is not None:
+            if is_training:
+                slot = streams.begin(step, micro_step, chunk)
+            else:
+                streams.leave()  # that of a pass which has failed, or has no backward
         self.passes.begin(Pass(step, micro_step, is_training, slot))
 
     def in_forward(self) -> AbstractContextManager[None]:
