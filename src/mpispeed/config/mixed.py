@@ -22,7 +22,7 @@ SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.
 
 
 class Level(NamedTuple):
-    """What an optimization level of Apex stands for.
+    """The settings of an optimization level of Apex.
 
     Attributes:
         model: dtype to which the model is cast; None: it stays as it is.

@@ -19,6 +19,7 @@ from mpispeed.engine.build.parts import Parts
 from mpispeed.engine.composition import Composition, compose
 from mpispeed.engine.curriculum import Curricula
 from mpispeed.engine.getters import Getters
+from mpispeed.engine.slot_losses import mean_of
 from mpispeed.engine.state.checkpoints import Checkpoints
 from mpispeed.engine.state.offload_states import OffloadStates
 from mpispeed.engine.state.weights import Weights
@@ -186,8 +187,7 @@ class Engine(Getters):
 
         Collective over: the data axis.
         """
-        losses: list[float | Readback] = []
-        device = self.mpispeed.parts.plan.device
+        losses, device = list[float | Readback](), self.mpispeed.parts.plan.device
         for _ in range(self.mpispeed.accumulation.steps):
             batch = next(data_iter)
             if device.type != "cpu":
@@ -196,8 +196,7 @@ class Engine(Getters):
             output = self(*arguments)
             losses.append(start_reading(self.backward(output if loss_fn is None else loss_fn(output, batch))))
             self.step()
-        of_all = self.mpispeed.updates.slot_losses
-        return sum(map(float, losses)) if of_all is None or of_all.mean is None else of_all.mean
+        return mean_of(losses, self.mpispeed.updates.slot_losses)
 
     # -- accumulation ------------------------------------------------------------------------------------------
 

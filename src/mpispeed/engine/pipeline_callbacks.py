@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mpispeed.mesh.comm import Comm
     from mpispeed.pipe.run import Executor
     from mpispeed.pipe.schedule import PipeSchedule
-    from mpispeed.plan.slots import Slots
 
 ALIKE_SECONDS = 5.0
 """How long a rank whose layers have failed waits for those that its layers communicate with, to hear the same."""
@@ -73,14 +72,6 @@ class StageDuties:
         self._passes: Counter[int] = Counter()  # forward passes of this batch, by chunk
         self._held = ExitStack()
         self._met = _met(parts, model)
-
-    @property
-    def _slots(self) -> Slots:
-        slots = self._parts.plan.slots
-        if slots is None:
-            msg = "slots of a run that has none"
-            raise TypeError(msg)
-        return slots
 
     # -- before and after a batch ------------------------------------------------------------------------------------
 
@@ -169,9 +160,11 @@ class StageDuties:
         """Run the layers of a chunk."""
         parts = self._parts
         parts.begin_forward(self._passes[chunk], is_training=self._is_training, chunk=chunk)
-        current = parts.passes.current
-        if current.slot is not None:  # seeds of layers follow the slot, not the passes of this rank
-            self._model.chunk(chunk).micro_offset = current.global_step * self._slots.count + current.slot
+        current, slots = parts.passes.current, parts.plan.slots
+        if (
+            slots is not None and current.slot is not None
+        ):  # seeds of layers follow the slot, not the passes of this rank
+            self._model.chunk(chunk).micro_offset = current.global_step * slots.count + current.slot
         self._passes[chunk] += 1
         start = parts.clock.now()
         ends = [begin(inputs) for begin in parts.features.chunks]
@@ -306,30 +299,11 @@ class StageDuties:
         self.is_at_boundary = True
         self._held.close()
         try:
-            self.mean_loss, self.extra_losses = self._aggregate()
+            means = _aggregate(self._parts, self._model, self._losses, self._extras, self._micro_batches)
+            self.mean_loss, self.extra_losses = means
             self._finish(self.mean_loss)
         finally:
             self.is_at_boundary = False
-
-    def _aggregate(self) -> tuple[float, dict[str, float]]:
-        """Mean losses over micro-batches and data ranks, from the last stage. Collective over: all ranks."""
-        mesh = self._parts.mesh
-        pipe = mesh["pipe"]
-        found: tuple[float, dict[str, float]] = 0.0, {}
-        if mesh.index("pipe") == pipe.size - 1:
-            names = _extra_names(self._model, mesh["data"], self._extras)
-            rows = [[float(loss) for loss in self._losses]]
-            rows += [[self._extras.get(name, {}).get(k, 0.0) for k in range(self._micro_batches)] for name in names]
-            if self._parts.plan.slots is not None:
-                means = torch.tensor(slot_means(self._slots, mesh["data"], rows), dtype=torch.float64)
-            else:
-                means = torch.tensor([sum(row) for row in rows], dtype=torch.float64) / self._micro_batches
-                mesh["data"].all_reduce(means, "avg")
-            found = float(means[0]), dict(zip(names, means[1:].tolist(), strict=True))
-        shared: list[tuple[float, dict[str, float]]] = []
-        # Started, not blocking: the last stage arrives a backward pass early, and would wait in a spinning loop.
-        pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
-        return shared[0]
 
     def evaluated(self, results: Sequence[Any], reduce_output: str | None, *, is_shared: bool) -> Any:
         """The result of `eval_batch`.
@@ -367,7 +341,35 @@ class StageDuties:
         return total
 
 
-def _extra_names(model: PipelineModule, data: Comm, extras: dict[str, dict[int, float]]) -> list[str]:
+def _aggregate(
+    parts: Parts,
+    model: PipelineModule,
+    losses: Sequence[torch.Tensor],
+    extras: Mapping[str, Mapping[int, float]],
+    micro_batches: int,
+) -> tuple[float, dict[str, float]]:
+    """Mean losses over micro-batches and data ranks, from the last stage. Collective over: all ranks."""
+    mesh, slots = parts.mesh, parts.plan.slots
+    pipe, data = mesh["pipe"], mesh["data"]
+    found: tuple[float, dict[str, float]] = 0.0, {}
+    if mesh.index("pipe") == pipe.size - 1:
+        names = _extra_names(model, data, extras)
+        rows = [[float(loss) for loss in losses]]
+        rows += [[extras.get(name, {}).get(k, 0.0) for k in range(micro_batches)] for name in names]
+        if slots is not None:
+            means = slot_means(slots, data, rows)
+        else:
+            sums = torch.tensor([sum(row) for row in rows], dtype=torch.float64) / micro_batches
+            data.all_reduce(sums, "avg")
+            means = sums.tolist()
+        found = means[0], dict(zip(names, means[1:], strict=True))
+    shared: list[tuple[float, dict[str, float]]] = []
+    # Started, not blocking: the last stage arrives a backward pass early, and would wait in a spinning loop.
+    pipe.start(lambda comm: shared.append(comm.share(found, pipe.size - 1)), "share", label="losses").wait()
+    return shared[0]
+
+
+def _extra_names(model: PipelineModule, data: Comm, extras: Mapping[str, Mapping[int, float]]) -> list[str]:
     """Names of additional losses reported by any data rank. Collective over: the data axis."""
     if type(model).get_additional_losses is PipelineModule.get_additional_losses:
         return []

@@ -45,6 +45,11 @@ def slot_means(slots: Slots, data: Comm, rows: Sequence[Sequence[float]]) -> lis
     return found
 
 
+def mean_of(losses: Sequence[float | Readback], of_all: SlotLosses | None) -> float:
+    """The mean loss of a batch: that over all slots where it is known, else the sum of this rank's shares."""
+    return sum(map(float, losses)) if of_all is None or of_all.mean is None else of_all.mean
+
+
 class SlotLosses:
     """Losses of the slots of this rank, told to all ranks after the norm; see `SentNumbers`.
 

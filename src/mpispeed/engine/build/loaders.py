@@ -61,13 +61,11 @@ def make_loader(
     config, micro_batch = plan.config, batch_size or plan.batch.micro_batch_size
     chosen, reading = config.dataloader_shuffle, config.data_loader
     is_planned = micro_batch == plan.batch.micro_batch_size
-    slots, rank = plan.slots if is_planned else None, mesh.index("batch")
-    slot_of = None if slots is None else functools.partial(slots.slot, rank)
+    rank, slot_of = mesh.index("batch"), _slot_of(plan, mesh) if is_planned else None
     is_shuffled, of_config, order = shuffles if chosen is None else chosen, reading.workers, None
     if sampling is not None:
         of_config = sampling.workers or of_config
-        steps = plan.batch.gradient_accumulation_steps
-        step_samples = plan.batch.train_batch_size if is_planned else micro_batch * mesh["batch"].size * steps
+        step_samples = micro_batch * plan.batch.ranks * plan.batch.gradient_accumulation_steps
         order = sampling.order(
             dataset, micro_batch=micro_batch, step_samples=step_samples, shuffles=is_shuffled, slot_of=slot_of
         )
@@ -90,6 +88,11 @@ def make_loader(
         waits=waits,
         slot_of=slot_of,
     )
+
+
+def _slot_of(plan: Plan, mesh: Mesh) -> Callable[[int], int] | None:
+    """The slot of this rank in a micro-step, where samples belong to slots."""
+    return None if plan.slots is None else functools.partial(plan.slots.slot, mesh.index("batch"))
 
 
 def make_whole_loader(
