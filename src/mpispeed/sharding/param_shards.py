@@ -237,13 +237,15 @@ class ParamShards:
         return rest if own == span and rest.is_swapped else MemoryTensor(rest.get()[span.shifted(-own.start).slice])
 
     def _coded_master(self, unit: Unit, source: torch.Tensor) -> StoredTensor:
-        """Masters that rest in a code, made from the model as given."""
+        """Masters that rest in a code, made from the model's parameters."""
         states, code = unit.states, unit.states.codes.master
         param = self._part_of_rest(unit) if states.master_is_param else None
         numel, base = self.span(unit).numel, draw_base(unit.layout.entries[0].name, self.span(unit).start)
         made = self.tiers.coded(MASTER, unit.index, numel, cast("StateCode", code), base=base, param=param)
         try:
-            made.put(source.to(states.full))
+            # Of the parameters as rounded: a pair of the given values may begin one place beside them, and other ranks
+            # and devices have parameters of their own until the first update.
+            made.put(source.to(states.compute).to(states.full))
         except Exception as error:  # as in `Tiers.keep`: the other ranks go on
             if not made.is_swapped:
                 raise

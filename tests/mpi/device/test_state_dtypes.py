@@ -23,7 +23,7 @@ CASES = [
     (3, KAHAN | INT8, CPU | {"offload_param": {"device": "cpu"}}),
     (2, KAHAN | INT8, NVME),
     (0, RANDOM | INT8, {}),
-    (1, KAHAN | INT8, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    (3, KAHAN | INT8, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
 ]
 
 
