@@ -187,10 +187,10 @@ class Engine(Getters):
 
         Collective over: the data axis.
         """
-        losses, device = list[float | Readback](), self.mpispeed.parts.plan.device
+        losses: list[float | Readback] = []
         for _ in range(self.mpispeed.accumulation.steps):
             batch = next(data_iter)
-            if device.type != "cpu":
+            if (device := self.mpispeed.parts.plan.device).type != "cpu":
                 batch = move(batch, device)
             arguments = batch if isinstance(batch, tuple | list) else (batch,)
             output = self(*arguments)
