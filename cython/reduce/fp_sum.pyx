@@ -1,5 +1,5 @@
 # cython: autotestdict=False
-"""Tree sums and exact sums of squares over flat host buffers given by address; loops in sum_loops.h, square_loops.h, limbs.h."""
+"""Tree sums and exact sums of squares over flat host buffers given by address; loops in the headers beside."""
 
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free, malloc
