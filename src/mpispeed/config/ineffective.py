@@ -63,6 +63,10 @@ def _has_momentum_in_files(config: Config) -> bool:
     return (name or "").lower() == "muon" and _is_in_files("offload_optimizer")(config)
 
 
+def _is_invariant(config: Config) -> bool:
+    return config.reduction == "invariant"
+
+
 def _cuts_sequences(config: Config) -> bool:
     return (config.sequence_parallel_size or 1) > 1
 
@@ -139,6 +143,7 @@ DEPENDENT: dict[str, tuple[Callable[[Config], bool], str]] = {
     f"{_ZERO}.zero_quantized_in_node": (_is_coded, _PLAIN),
     **{f"aio.{key}": (_is_in_files("offload_param", "offload_optimizer"), _FILES) for key in _IO},
     **dict.fromkeys(_SEQUENCES, (_cuts_sequences, "sequence_parallel_size is not more than 1")),
+    "reproducibility.threads": (_is_invariant, 'reduction is not "invariant"'),
     f"{_ZERO}.save_muon_momentum_buffer_in_memory": (_has_momentum_in_files, _NO_MOMENTUM),
     f"{_ZERO}.offload_optimizer.ratio": (_is_outside, "no optimizer states are outside the device"),
 }

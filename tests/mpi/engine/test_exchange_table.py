@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks(2, 3)
 class LocalUnits:
     """Leaves all gradients to the ranks that have them."""
 
-    local_grads, takes_units = True, False
+    local_grads, takes_units, keeps_buckets = True, False, False
 
     def __init__(self, sums):
         self.sums = sums
