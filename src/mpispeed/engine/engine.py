@@ -342,6 +342,7 @@ class Engine(Getters):
             optimization.exchange.show(is_training=False)  # the model keeps the common parameters
         try:
             if optimization:
+                optimization.grads.end_unmatched()
                 with suppress(MpispeedError):  # the channel may be broken already
                     optimization.grads.pause()  # reductions under way use stores that are closed next
             self.mpispeed.offload.end()

@@ -229,6 +229,24 @@ class Watch:
         return True
 
 
+def end_unmatched(mesh: Mesh, channel: Mesh, axes: Axes) -> None:
+    """Break a channel off in which ranks have started different operations, where another one is broken already.
+
+    After ranks have diverged, some may have started what the others never will, and would wait for it.
+
+    Collective over: the group over `axes` of `mesh`.
+    """
+    comm = channel[axes]
+    if comm.size == 1 or comm.progress is None:
+        return
+    state, _ = comm.progress.state()
+    is_broken = any(each.is_broken for each in mesh.world.channels)
+    found = mesh[axes].gather_objects((is_broken, dict(state.posted)))
+    posted = [counts for _, counts in found]
+    if any(broken for broken, _ in found) and any(counts != posted[0] for counts in posted):
+        comm.progress.break_off(CommError("ranks have diverged, and some never come to this"), _furthest(posted))
+
+
 def _furthest(posted: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
     """The largest count of every group."""
     furthest: dict[Key, int] = {}

@@ -11,6 +11,7 @@ import torch
 from mpispeed.base.clock import Both
 from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_list
+from mpispeed.mesh.deadlock import end_unmatched
 from mpispeed.sharding.reducers import Backlog, Held, UnitGradient, limit_of
 
 if TYPE_CHECKING:
@@ -306,6 +307,11 @@ class GradStore:
             if bucket is not None and self._keeps:
                 self._arena.give(bucket)
         self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
+
+    def end_unmatched(self) -> None:
+        """Give sums up that others will never start, as ranks have diverged. Collective over: the data axis."""
+        if self._channel.is_started:
+            end_unmatched(self.shards.mesh, self._channel.mesh, "data")
 
     def pause(self) -> None:
         """Wait for the sums that were started; afterwards only its stored tensor refers to an accumulator."""

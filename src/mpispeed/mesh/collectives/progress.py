@@ -236,6 +236,11 @@ class Progress:
             is_queued = any(task.work is work for task in self._tasks)
             return ChannelState(gate, is_moving, dict(self._groups.posted)), is_queued
 
+    @property
+    def is_broken(self) -> bool:
+        """True if all that is started here fails."""
+        return self._broken is not None
+
     def break_off(self, error: CommError, furthest: Mapping[Key, int]) -> None:
         """Let everything queued fail with `error`.
 
