@@ -342,9 +342,8 @@ class Engine(Getters):
             optimization.exchange.show(is_training=False)  # the model keeps the common parameters
         try:
             if optimization:
-                optimization.grads.end_unmatched()
                 with suppress(MpispeedError):  # the channel may be broken already
-                    optimization.grads.pause()  # reductions under way use stores that are closed next
+                    optimization.grads.end()  # reductions under way use stores that are closed next
             self.mpispeed.offload.end()
             parts.sharding.remove()
         finally:

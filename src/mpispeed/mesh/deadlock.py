@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpispeed.base.errors import AgreementError, CommError
-from mpispeed.mesh.collectives.progress import LAST_GATES_SECONDS, Progress
+from mpispeed.mesh.collectives.progress import LAST_GATES_SECONDS, Progress, is_broken
 from mpispeed.mesh.collectives.work import SHOWN, Key, Work, by_text, described
 from mpispeed.mesh.exits import open_lock
 from mpispeed.mesh.mesh import Axes, Mesh
@@ -240,8 +240,8 @@ def end_unmatched(mesh: Mesh, channel: Mesh, axes: Axes) -> None:
     if comm.size == 1 or comm.progress is None:
         return
     state, _ = comm.progress.state()
-    is_broken = any(each.is_broken for each in mesh.world.channels)
-    found = mesh[axes].gather_objects((is_broken, dict(state.posted)))
+    has_broken = any(map(is_broken, mesh.world.channels))
+    found = mesh[axes].gather_objects((has_broken, dict(state.posted)))
     posted = [counts for _, counts in found]
     if any(broken for broken, _ in found) and any(counts != posted[0] for counts in posted):
         comm.progress.break_off(CommError("ranks have diverged, and some never come to this"), _furthest(posted))

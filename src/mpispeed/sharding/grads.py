@@ -308,10 +308,14 @@ class GradStore:
                 self._arena.give(bucket)
         self._gradients = [UnitGradient(unit.name) for unit in self.table.units]
 
-    def end_unmatched(self) -> None:
-        """Give sums up that others will never start, as ranks have diverged. Collective over: the data axis."""
+    def end(self) -> None:
+        """`pause` for good; gives sums up that others will never start, as ranks have diverged.
+
+        Collective over: the data axis.
+        """
         if self._channel.is_started:
             end_unmatched(self.shards.mesh, self._channel.mesh, "data")
+        self.pause()
 
     def pause(self) -> None:
         """Wait for the sums that were started; afterwards only its stored tensor refers to an accumulator."""

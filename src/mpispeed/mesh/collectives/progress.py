@@ -236,11 +236,6 @@ class Progress:
             is_queued = any(task.work is work for task in self._tasks)
             return ChannelState(gate, is_moving, dict(self._groups.posted)), is_queued
 
-    @property
-    def is_broken(self) -> bool:
-        """True if all that is started here fails."""
-        return self._broken is not None
-
     def break_off(self, error: CommError, furthest: Mapping[Key, int]) -> None:
         """Let everything queued fail with `error`.
 
@@ -428,3 +423,8 @@ def _carry_out(task: Task) -> None:
         task.work.finish()
     finally:
         recorders.started_here("")
+
+
+def is_broken(channel: Progress) -> bool:
+    """True if all that is started there fails."""
+    return channel._broken is not None
