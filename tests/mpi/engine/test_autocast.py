@@ -238,7 +238,7 @@ def test_levels_of_apex(level, stage):
     for _ in range(4):
         out = engine(x, shift=x.cos())
         assert out.dtype == output
-        loss = (out.float() - x).square().mean()
+        loss = (out.float() - x).square().mean() / 8  # no overflow at the first scale
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
