@@ -198,8 +198,7 @@ BROKEN = all_broken()
 
 
 def test_there_are_two_hundred_different_ones():
-    assert len(BROKEN) == 200
-    assert len({(repr(case.content), case.world) for case in BROKEN}) == 200
+    assert len({(repr(case.content), case.world) for case in BROKEN}) == len(BROKEN) >= 200
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
