@@ -1,7 +1,10 @@
-"""Tokens per second and memory of stages 1, 2 and 3 beside torch's DDP and FSDP2 on gloo.
+"""Tokens per second and memory of stages 1, 2 and 3 beside torch's DDP and FSDP2, and DeepSpeed's stages, on gloo.
 
     mpispeed run -n 2 benchmarks/step/compare_fsdp.py --json benchmarks/results/step-fsdp-82m.json
     python benchmarks/step/compare_fsdp.py --memory -n 2 --json benchmarks/results/memory-82m.json
+
+With `--deepspeed FOLDER` DeepSpeed is there, too; install it with `pip install --target FOLDER --no-deps deepspeed
+hjson py-cpuinfo ninja msgpack einops psutil`.
 
 Speed: all contenders train the same GPT in fp32 from the same values on the same tokens, with AdamW and clipping
 to norm 1, and take turns inside every round of one job. Two ratios to FSDP2 and to DDP are given: of the
@@ -29,7 +32,8 @@ import peers
 import torch
 
 CLIPPING = 1.0
-CONTENDERS = ("ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3")
+OWN = ("ddp", "fsdp2", "stage 0", "stage 1", "stage 2", "stage 3")
+DEEPSPEED = ("deepspeed 1", "deepspeed 2", "deepspeed 3")
 MIB = 1 << 20
 
 
@@ -41,6 +45,8 @@ def make(name: str, shape: tuple[int, ...], batch: int) -> tuple[peers.Step, Any
         return peers.make_ddp(model, CLIPPING), None
     if name == "fsdp2":
         return peers.make_fsdp(model, CLIPPING), None
+    if name in DEEPSPEED:
+        return peers.make_deepspeed(model, batch, int(name[-1]), CLIPPING), None
     engine = peers.make_engine(model, batch, {"stage": int(name[-1])}, CLIPPING)
     return peers.engine_step(engine), engine
 
@@ -64,7 +70,7 @@ def _report_speed(options: argparse.Namespace, seconds: dict[str, list[float]], 
     for name, times in seconds.items():
         median = statistics.median(times)
         figures[name] = {"seconds": times, "tokens_per_second": tokens / median}
-        line = f"{name:8s} {tokens / median:9.1f} tokens/s"
+        line = f"{name:11s} {tokens / median:9.1f} tokens/s"
         for base in ("ddp", "fsdp2"):
             if base in seconds:
                 of_medians, by_round = peers.speed_ratios(seconds, base, name)
@@ -125,15 +131,16 @@ def compare_memory(options: argparse.Namespace) -> None:
         for name in options.only:
             path = Path(folder) / f"{name}.json"
             words = ["--measure", "--only", name, "--size", options.size, "--steps", str(options.steps)]
+            words += ["--deepspeed", options.deepspeed] if options.deepspeed else []
             start = [sys.executable, "-m", "mpispeed.cli.main", "run", "-n", str(options.ranks)]
             subprocess.run([*start, __file__, *words, "--json", str(path)], check=True)
             figures[name] = json.loads(path.read_text())
     print(f"{options.size}, {options.ranks} ranks, {options.steps} steps; the largest rank, MiB")
-    print(f"{'':8s} {'peak':>8s} {'in steps':>9s} {'without idle':>13s} {'shared':>8s} {'accounted':>10s}")
+    print(f"{'':11s} {'peak':>8s} {'in steps':>9s} {'without idle':>13s} {'shared':>8s} {'accounted':>10s}")
     for name, row in figures.items():
         accounted = sum(size for key, size in row.items() if key.startswith("accounted"))
         cells = row["peak"], row["peak_of_steps"], row["peak_of_steps"] - row["idle"], row["shared"], accounted
-        print("{:8s} {:8.0f} {:9.0f} {:13.0f} {:8.0f} {:10.0f}".format(name, *(size / MIB for size in cells)))
+        print("{:11s} {:8.0f} {:9.0f} {:13.0f} {:8.0f} {:10.0f}".format(name, *(size / MIB for size in cells)))
     peers.write_record(options.json, "step/compare_fsdp --memory", _settings(options, options.ranks), figures)
 
 
@@ -147,12 +154,16 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(peers.SIZES), default="82m")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps of each contender, in each round")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="+", choices=[*OWN, *DEEPSPEED])
     parser.add_argument("--memory", action="store_true", help="measure memory; start it without mpirun")
     parser.add_argument("-n", "--ranks", type=int, default=2, help="ranks of the jobs that --memory starts")
     parser.add_argument("--measure", action="store_true", help="used by --memory for its jobs")
+    parser.add_argument("--deepspeed", help="folder with an installed DeepSpeed")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    options.only = options.only or [*OWN, *(DEEPSPEED if options.deepspeed else ())]
+    if options.deepspeed:
+        sys.path.append(options.deepspeed)
     (compare_memory if options.memory else measure_memory if options.measure else compare_speed)(options)
 
 

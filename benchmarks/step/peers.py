@@ -101,6 +101,23 @@ def make_fsdp(model: GPT, clipping: float = 0.0, mesh: Any = None) -> Step:
     return _torch_step(fully_shard(model, mesh=mesh), clipping)
 
 
+def make_deepspeed(model: nn.Module, train_batch: int, stage: int, clipping: float = 0.0) -> Step:
+    """DeepSpeed's engine with torch's optimizer, in fp32, on the ranks of torch's default group."""
+    import deepspeed
+
+    for name in [name for name, value in vars(nn.Parameter).items() if isinstance(value, property)]:
+        delattr(nn.Parameter, name)  # ours, under its names, which it sets; torch has none of them
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    settings = {
+        "train_micro_batch_size_per_gpu": train_batch // torch.distributed.get_world_size(),
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": clipping,
+    }
+    deepspeed.init_distributed("gloo")
+    return engine_step(deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0])
+
+
 def _torch_step(model: nn.Module, clipping: float) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
 
