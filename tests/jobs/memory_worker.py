@@ -12,7 +12,7 @@ from torch import nn
 
 import mpispeed
 
-WIDTH, LAYERS, STEPS = 1536, 8, 3
+WIDTH, LAYERS, STEPS = 1536, 12, 3
 
 
 class Layer(nn.Module):

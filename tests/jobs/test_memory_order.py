@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("memory_worker.py")
-LAYERS_BYTES = 8 * 1536 * 1536 * 4
+LAYERS_BYTES = 12 * 1536 * 1536 * 4
 
 
 # The heap of the C library keeps holes between torch's temporaries, more or less of them from run to run.

@@ -17,17 +17,21 @@ _Shelf = tuple[torch.dtype, int, bool, bool]
 LEAST_RETURNED_BYTES = 4 << 20
 """From this size on pageable host memory goes back to the system when others need the room."""
 
-LEAST_SPARE_BYTES, SPARE_PART = 64 << 20, 8
-"""So much of it is kept in any case, or this part of what was in use at most."""
+SPARE_PART = 2
+"""Of an arena that spares memory at most this part of what was in use at once is kept, and no more than the longest."""
 
 
 class Arena:
     """Flat scratch tensors by dtype and size.
 
-    Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: of what is
-    given back a part is kept, the latest, and the rest goes to the system. Keeping all would make a process grow to the
-    sum of all lengths; keeping none costs new pages at every use, which are slower than the copies into them. Short
-    ones, page-locked ones, which are slow to make, and those of a device, where work may be queued, are all kept.
+    Long ones in host memory are mapped for themselves. A step needs many lengths, and few of them at a time: what is
+    given back is kept as long as all together is no more than was in use at once; before it would be, those go to the
+    system that were given back first. Keeping all would make a process grow to the sum of all lengths; keeping none
+    costs new pages at every use, which are slower than the copies into them. Short ones, page-locked ones, which are
+    slow to make, and those of a device, where work may be queued, are all kept.
+
+    Parameters that are gathered in the forward and backward pass come and go beside torch's own temporaries, where a
+    process is largest: with `is_sparing` only a part is kept, the latest.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
@@ -35,18 +39,19 @@ class Arena:
     Attributes:
         owned_bytes: buffers in use, and those that are kept.
         peak_bytes: the most of these so far.
+        is_sparing: whether little is kept.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
         """Args: `returns`: False keeps long buffers too."""
-        self.device, self._returns = torch.device(device), returns
+        self.device, self._returns, self.is_sparing = torch.device(device), returns, False
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
         self._spare: dict[int, _Shelf] = {}  # by id of a long buffer that is free, the one given back first before
         self._lock = threading.Lock()
         self.owned_bytes = self.peak_bytes = 0
-        self._used_bytes = self._most_used_bytes = self._spare_bytes = 0
+        self._used_bytes = self._most_used_bytes = self._spare_bytes = self._longest_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype, *, on_host: bool = False, pin: bool = False) -> torch.Tensor:
         """A flat tensor of `numel` elements with unspecified content, in host memory if asked for.
@@ -70,6 +75,7 @@ class Arena:
                 if event is not None:
                     devices.follow(self.device, event)
             else:
+                self._make_room(numel * dtype.itemsize)
                 with torch.inference_mode(False):  # it may be taken for training later
                     buffer = self._make(key, home)
                 self._use(buffer.nbytes)
@@ -81,21 +87,32 @@ class Arena:
     def _use(self, count: int) -> None:
         self._used_bytes += count
         self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
+        self._longest_bytes = max(self._longest_bytes, count)
 
     @property
     def _most_spare_bytes(self) -> int:
-        return max(LEAST_SPARE_BYTES, self._most_used_bytes // SPARE_PART)
+        return min(self._longest_bytes, self._most_used_bytes // SPARE_PART)
 
     def _keep(self, buffer: torch.Tensor, key: _Shelf) -> None:
-        """Keep a long buffer; those given back first go to the system, as far as they are too many."""
+        """Keep a long buffer; of an arena that spares memory those given back first go, as far as they are too many."""
         self._spare[id(buffer)] = key
         self._spare_bytes += buffer.nbytes
-        while self._spare_bytes > self._most_spare_bytes:
-            first = next(iter(self._spare))
-            shelf = self._free[self._spare.pop(first)]
-            size = shelf.pop(next(i for i, each in enumerate(shelf) if id(each) == first)).nbytes
-            self._spare_bytes -= size
-            self.owned_bytes -= size
+        while self.is_sparing and self._spare_bytes > self._most_spare_bytes:
+            self._let_go()
+
+    def _make_room(self, count: int) -> None:
+        """Let long buffers go that nobody uses, until `count` bytes more are no more than were in use at once."""
+        most = max(self._most_used_bytes, self._used_bytes + count)
+        while self._spare and self.owned_bytes + count > most:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the long buffer that was given back first to the system."""
+        first = next(iter(self._spare))
+        shelf = self._free[self._spare.pop(first)]
+        size = shelf.pop(next(i for i, each in enumerate(shelf) if id(each) == first)).nbytes
+        self._spare_bytes -= size
+        self.owned_bytes -= size
 
     def _make(self, key: _Shelf, home: torch.device) -> torch.Tensor:
         dtype, numel, _, is_pinned = key
@@ -122,7 +139,7 @@ class Arena:
             key = self._taken.pop(id(buffer))
             self._used_bytes -= buffer.nbytes
             if self._is_returned(key):
-                if buffer.nbytes > self._most_spare_bytes:
+                if self.is_sparing and buffer.nbytes > self._most_spare_bytes:
                     self.owned_bytes -= buffer.nbytes
                     return
                 self._keep(buffer, key)

@@ -8,7 +8,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError
-from mpispeed.store.arena import LEAST_RETURNED_BYTES, LEAST_SPARE_BYTES, Arena
+from mpispeed.store.arena import LEAST_RETURNED_BYTES, Arena
 from tests.helpers.device import stand_in
 
 
@@ -31,8 +31,14 @@ def resident_bytes():
     return int(words[1]) * resource.getpagesize()
 
 
+def sparing() -> Arena:
+    arena = Arena()
+    arena.is_sparing = True
+    return arena
+
+
 def test_long_buffers_go_back_to_the_system():
-    arena, numel, before = Arena(), 16 << 20, resident_bytes()
+    arena, numel, before = sparing(), 16 << 20, resident_bytes()
     buffer = arena.take(numel, torch.float32)
     buffer.fill_(1.0)
     view = buffer[: 1 << 20]
@@ -40,30 +46,37 @@ def test_long_buffers_go_back_to_the_system():
     assert buffer.untyped_storage().nbytes() == 4 * numel
     arena.give(buffer)
     del buffer
-    assert arena.owned_bytes == 4 * numel  # kept: it is no more than the least
-    arena.take(1 << 20, torch.float32)
-    large, second = (arena.take(numel + 1, torch.float32) for _ in range(2))
-    for each in (large, second):
-        arena.give(each)
-    assert arena.owned_bytes == 4 * (numel + (1 << 20))  # they are more than the least and an eighth of all
-    trimmed = arena.owned_bytes
-    arena.trim()
-    assert arena.owned_bytes == trimmed - 4 * numel
+    assert arena.owned_bytes == 0  # it is more than half of what was in use
     assert float(view.sum()) == 1 << 20  # memory that somebody looks at stays
-    del view, large, second, each
+    del view
     assert resident_bytes() < before + 16 * 2**20
 
 
-def test_the_latest_long_buffers_are_kept():
-    arena, size = Arena(), LEAST_SPARE_BYTES // 4
-    sizes = [size + index for index in range(5)]
-    buffers = [arena.take(each, torch.uint8) for each in sizes]
-    most = arena.peak_bytes
+def test_what_is_spare_is_at_most_half_and_no_more_than_the_longest():
+    arena, size = sparing(), LEAST_RETURNED_BYTES
+    buffers = [arena.take(size + index, torch.uint8) for index in range(5)]
     for buffer in buffers:
         arena.give(buffer)
-    assert arena.owned_bytes == sum(sizes[2:])
-    assert arena.take(sizes[4], torch.uint8) is buffers[4]
-    assert arena.take(sizes[1], torch.uint8) is not buffers[1]
+    assert arena.owned_bytes == size + 4  # the latest
+    assert arena.take(size + 4, torch.uint8) is buffers[4]
+    assert arena.take(size + 1, torch.uint8) is not buffers[1]
+    assert arena.peak_bytes == 5 * size + 10
+    arena.trim()
+    assert arena.owned_bytes == 2 * size + 5
+
+
+def test_all_together_is_no_more_than_was_in_use_at_once():
+    arena, size = Arena(), LEAST_RETURNED_BYTES
+    buffers = [arena.take(size + index, torch.uint8) for index in range(3)]
+    most = arena.owned_bytes
+    for buffer in buffers:
+        arena.give(buffer)
+    assert arena.owned_bytes == most
+    long = arena.take(2 * size, torch.uint8)  # the first two have to go
+    assert arena.owned_bytes == 3 * size + 2
+    assert arena.take(size + 2, torch.uint8) is buffers[2]
+    arena.give(long)
+    assert arena.take(size, torch.uint8) is not buffers[0]
     assert (arena.peak_bytes, arena.taken_count) == (most, 2)
 
 
