@@ -69,7 +69,7 @@ def read_identity(path: Path) -> tuple[Identity, dict[str, int]]:
         OtherJob: it is no file of results, or cannot be read.
     """
     try:
-        with hdf5.open_reading(path) as file:
+        with kinds.opened(path) as file:
             found = hdf5.attributes(file["/"].id)
             if found.text("format") != FORMAT:
                 msg = f"its format is {found.text('format')!r:.80}; expected {FORMAT}"

@@ -31,7 +31,7 @@ def describe(path: Path) -> dict[str, Any]:
         told: dict[str, Any] = {
             "part": "data",
             "tag": attributes.text("tag"),
-            "saved_by": attributes.text("framework_version"),
+            "saved_by": f"mpispeed {attributes.text('framework_version')}",
         }
         if form == schema.DATA_FORMAT:
             number, count = attributes["part"].tolist()

@@ -94,7 +94,9 @@ def text_of(row: Mapping[str, Any]) -> str:
         return str(kind)
     shape = "nothing" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar"
     stored, meant = printable(str(row["type"]), _MOST_SIGNS), row["attributes"].get("dtype")
-    parts = [f"dataset {shape} {stored}{f' (bits of {meant})' if meant in schema.BIT_PATTERNS else ''}"]
+    parts = [f"dataset {shape} {stored}"]
+    if isinstance(meant, str) and meant in schema.BIT_PATTERNS:
+        parts[0] += f" (bits of {meant})"
     if row["layout"] not in (None, "contiguous"):
         parts.append(row["layout"])
     if row["filters"]:
