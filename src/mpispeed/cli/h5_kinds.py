@@ -1,4 +1,4 @@
-"""What `mpispeed h5` knows of each kind of file: how to describe it, and how to verify it. Neither torch nor MPI."""
+"""The kinds of files that `mpispeed h5` knows, each with its description and its check. Neither torch nor MPI."""
 
 from __future__ import annotations
 

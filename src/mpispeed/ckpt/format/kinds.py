@@ -1,4 +1,4 @@
-"""What an HDF5 file says that it is: the attributes `format` and `version` of its root. Nothing else of it is read.
+"""Format and version of an HDF5 file, as the attributes of its root have them. Nothing else of it is read.
 
 All files that this package writes have both. The major number of a version grows when older readers would misread a
 file, the minor one when they only miss something.
@@ -29,7 +29,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a file says of itself.
+    """Format and version of a file, on its own word.
 
     Attributes:
         form: the attribute `format`; "" if there is none that is a short text.

@@ -1,4 +1,4 @@
-"""What one HDF5 file of a checkpoint, or of exported weights, has; reads no elements of parameters. No torch."""
+"""Descriptions of one HDF5 file of a checkpoint, or of exported weights; reads no elements of parameters. No torch."""
 
 from __future__ import annotations
 
