@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ import torch
 from torch import nn
 
 import mpispeed
+from tests.helpers.token_stores import make_store
 
+ROOT = Path(__file__).parents[2]
 Names = dict[str, Any]
 SCENES: dict[str, Callable[[Names], None]] = {}
 
@@ -123,3 +126,32 @@ def tensors(names: Names) -> None:
     """A tensor `x`, and `parts`, one tensor of its size for each of two ranks."""
     x = torch.ones(8)
     names |= {"x": x, "parts": [torch.empty_like(x) for _ in range(2)]}
+
+
+class Words(nn.Module):
+    """An embedding, a layer, and a frozen head, which a checkpoint has in bfloat16 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layer = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 64, bias=False).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of guessing each token from itself."""
+        return nn.functional.cross_entropy(self.head(self.layer(self.embed(tokens))).float(), tokens)
+
+
+@scene
+def hdf5_files(names: Names) -> None:
+    """A file of each kind: the checkpoint save_dir/global_step500, runs/run.h5, corpus.h5; and read_checkpoint.c."""
+    config = CONFIG | {"bf16": {"enabled": True}, "run_record": {"enabled": True, "path": "runs", "every": 1}}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    engine = mpispeed.initialize(model=Words(), config=config)[0]
+    for step in range(12):
+        engine.backward(engine(torch.arange(4 * step, 4 * step + 4)))
+        engine.step()
+    engine.save_checkpoint("save_dir", tag="global_step500", client_state={"epoch": 3})
+    engine.destroy()
+    make_store(Path("corpus.h5"), documents=20)
+    shutil.copy(Path(ROOT, "docs/examples/read_checkpoint.c"), ".")

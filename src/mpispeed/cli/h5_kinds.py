@@ -23,6 +23,8 @@ from mpispeed.tokens import layout as token_layout
 OK, DAMAGED, UNFINISHED, UNKNOWN = "ok", "damaged", "unfinished", "unknown"
 
 _MOST_SERIES = 200
+_LONG = ("config", "started", "host", "run", "saved_by")
+"""Left out where there is one line."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def in_short(told: Mapping[str, Any]) -> str:
     parts = [
         f"{name} {value}"
         for name, value in told.items()
-        if isinstance(value, (int, str)) and not isinstance(value, bool) and name not in ("config", "started", "host")
+        if isinstance(value, (int, str)) and not isinstance(value, bool) and name not in _LONG
     ]
     return ", ".join(parts)
 
