@@ -16,6 +16,7 @@ import click
 from mpispeed.base.errors import CheckpointError, MpispeedError
 from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.tools import tree
 from mpispeed.cli import h5_kinds
 from mpispeed.cli.ckpt_report import as_json_option, print_table, reported, say
@@ -126,6 +127,8 @@ def _verified(path: Path, is_quick: bool, done: dict[Path, Verdict]) -> Verdict:
         if found.kind is None:
             said = found.refusal or "no file of mpispeed, so there is nothing to compare it with"
             return Verdict(h5_kinds.UNKNOWN, said)
+    except CorruptCheckpoint as failure:
+        return Verdict(h5_kinds.DAMAGED, "layout", [str(failure)])
     except CheckpointError as failure:
         return Verdict(h5_kinds.UNKNOWN, str(failure))
     place = h5_kinds.shared_folder(found) or path

@@ -52,13 +52,13 @@ def check(path: Path, *, is_quick: bool = False) -> Check:
     with kinds.opened(path) as file, path.open("rb") as raw:
         try:
             tables = Tables(raw.fileno(), os.fstat(raw.fileno()).st_size, file)
-        except ValueError as failure:
+        except (ValueError, RuntimeError) as failure:
             found.problems.append(_said(failure))
             return found
         for name, count, dtype in _wanted(identity.requests):
             try:
                 _check_table(tables.table(tables.root, name), count, dtype, tables.size_bytes)
-            except (ValueError, KeyError, OSError) as failure:
+            except (ValueError, KeyError, OSError, RuntimeError) as failure:
                 found.problems.append(f"/{name}: {_said(failure)}")
         if not found.problems:
             found.problems += _disagreements(tables, numbers)

@@ -20,9 +20,12 @@ import numpy as np
 from h5py import h5a, h5f, h5s, h5t
 
 from mpispeed.base.errors import CheckpointError
+from mpispeed.base.plain import printable, read_head
 from mpispeed.ckpt.format import hdf5
+from mpispeed.ckpt.format.errors import CorruptCheckpoint
 
 FORMAT, VERSION = "format", "version"
+_MAGIC = b"\x89HDF\r\n\x1a\n"
 _MOST_BYTES = 1024
 Version = tuple[int, int]
 
@@ -65,19 +68,28 @@ def kind_of(path: Path) -> Kind:
     """What a file says of itself.
 
     Raises:
+        CorruptCheckpoint: it begins as HDF5 does, and HDF5 cannot make sense of it.
         CheckpointError: it cannot be read, or is no HDF5 file.
     """
     try:
         with opened(path) as file:
             return of_root(file.id)
-    except OSError as failure:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as failure:
+        if path.is_file() and _begins_as_hdf5(path):
+            msg = f"{path} is damaged: HDF5 says: {printable(str(failure), 300)}"
+            raise CorruptCheckpoint(msg) from failure
         # a failure of the file system has a number; what HDF5 says of other files is long and helps nobody
-        why = failure.strerror or ("it is no ordinary file" if not path.is_file() else "it is no HDF5 file")
+        known = failure.strerror if isinstance(failure, OSError) else ""
+        why = known or ("it is no HDF5 file" if path.is_file() else "it is no ordinary file")
         msg = f"{path} cannot be read as an HDF5 file: {why}"
         raise CheckpointError(msg) from failure
-    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError, MemoryError) as failure:
-        msg = f"{path} cannot be read as an HDF5 file: {failure!s:.300}"
-        raise CheckpointError(msg) from failure
+
+
+def _begins_as_hdf5(path: Path) -> bool:
+    try:
+        return read_head(path, len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def of_root(root: h5f.FileID) -> Kind:
