@@ -69,7 +69,7 @@ def entry(place: str, name: str, found: Any) -> Iterator[str]:
         return
     shown = signature(found)
     if shown is not None:
-        yield f"```python\n{name}{shown}\n```\n"
+        yield f"```python check\n{name}{shown}\n```\n"
     yield f"{first_paragraph(found)}\n"
     if isinstance(found, type):
         lines = list(members(found))

@@ -109,6 +109,7 @@ def plain_pieces() -> Iterator[Piece]:
         yield Piece("unit", "unit/*", (*PYTEST, *map(str, files)))
     yield Piece("property", "property", (*PYTEST, "tests/property"))
     yield Piece("rules", "rules", (*PYTEST, "tests/rules"))
+    yield Piece("docs", "docs", (*PYTEST, "tests/docs"))
     # Without a GPU all of them are skipped, with the reason; what they import and what they are called is checked.
     yield Piece("gpu", "gpu", (*PYTEST, "tests/gpu"))
 
@@ -355,7 +356,7 @@ def summary(results: list[Result], seconds: float, kept: dict[str, float] | None
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Runs the tests.")
-    parser.add_argument("parts", nargs="*", help="unit, property, rules, MPI, jobs, slurm, package; all by default")
+    parser.add_argument("parts", nargs="*", help="unit, rules, docs, MPI, jobs, slurm, package...; all by default")
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     parser.add_argument("--keep", action="store_true", help="keep what the pieces took as tests/durations.json")
     parser.add_argument("--cores", type=int, default=cores, help=f"how many to keep busy, here by default {cores}")

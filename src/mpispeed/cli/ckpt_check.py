@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -181,16 +180,6 @@ def tree(location: str, as_json: bool) -> None:
         if row["file"] != file:
             file = row["file"]
             say(file)
-        say(f"  {row['path']}  {_object_text(row)}")
+        say(f"  {row['path']}  {objects.text_of(row)}")
         for name, value in row["attributes"].items():
             say(f"    @{name} = {json.dumps(value)}")
-
-
-def _object_text(row: dict[str, Any]) -> str:
-    if row["target"] is not None:
-        return f"{row['kind']} {row['target']}" if row["kind"] == "same as" else f"{row['kind']} -> {row['target']}"
-    if row["kind"] != "dataset":
-        return str(row["kind"])
-    shape = "x".join(map(str, row["shape"])) if row["shape"] else "scalar"
-    place = "" if row["offset"] is None else f" at byte {row['offset']}"
-    return f"dataset {shape} {row['type']}{place}"

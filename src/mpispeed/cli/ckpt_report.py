@@ -54,6 +54,8 @@ def reported(as_json: bool) -> Iterator[None]:
         raise _CorruptFailure(str(failure), as_json) from failure
     except IncompleteCheckpoint as failure:
         raise _IncompleteFailure(str(failure), as_json) from failure
+    except BrokenPipeError:  # the reader of what is printed has enough: `| head`
+        raise
     except (CheckpointError, OSError) as failure:
         raise _Failure(str(failure), as_json) from failure
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": ("mpispeed.cli.plan", "plan", "Predict memory and traffic before anything starts; GO or NO-GO."),
     "data": ("mpispeed.cli.data", "data", "Build, check and merge token stores."),
     "ckpt": ("mpispeed.cli.ckpt", "ckpt", "List, check, compare, convert and prune checkpoints."),
+    "h5": ("mpispeed.cli.h5", "h5", "Tell what HDF5 files are, show and verify them."),
     "drill": ("mpispeed.cli.drill", "drill", "Break a run on purpose: does it end, say why, and go on?"),
     "logs": ("mpispeed.cli.logs", "logs", "Logs of all ranks in the order of time; records of runs."),
     "compat": ("mpispeed.cli.compat", "compat", "Scripts and libraries that say `import deepspeed`."),

@@ -12,6 +12,7 @@ import numpy as np
 from h5py import h5g
 
 from mpispeed.base.plain import printable
+from mpispeed.ckpt.format import kinds
 from mpispeed.generation.hdf5_tables import REFERENCE, Heap, Table, Tables, child, group, names, read, shown
 from mpispeed.generation.prompt_index import TEXT, TOKENS, IdSet, Index, SpanList
 from mpispeed.generation.prompt_lines import check_id
@@ -34,7 +35,7 @@ def scan(path: Path, file: BinaryIO, field: str, id_field: str | None, most_byte
         hashed.update(block)
         size += len(block)
     try:
-        with h5py.File(path, "r", locking=False) as opened:
+        with kinds.opened(path) as opened:
             return _Scan(file.fileno(), size, opened, most_bytes).index(
                 field, id_field, f"blake2b:{hashed.hexdigest()}"
             )

@@ -1,6 +1,6 @@
 """Files of results: lines of JSON, and HDF5.
 
-/                   attributes: format, identity (JSON), complete, requests, answered
+/                   attributes: format, version, identity (JSON), complete, requests, answered
 /id                 of the prompt; text of variable length
 /prompt, /sample    position of the prompt in its file, and which of its answers; int64, int32
 /text, /error       texts of variable length
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ import h5py
 import numpy as np
 
 from mpispeed.base.files import sync_folder
-from mpispeed.ckpt.format import hdf5
+from mpispeed.ckpt.format import hdf5, kinds
 from mpispeed.generation.answers import PENDING, REASONS, Answer
 from mpispeed.generation.finished import WorkError
 from mpispeed.generation.identity import Identity, OtherJob
 
+log = logging.getLogger(__name__)
+
 FORMAT = "mpispeed-results-1"
+VERSION = 1
 
 _ENUM = h5py.enum_dtype({reason: code for code, reason in enumerate(REASONS)}, basetype="u1")
 _TEXT = h5py.string_dtype()
@@ -65,11 +69,18 @@ def read_identity(path: Path) -> tuple[Identity, dict[str, int]]:
         OtherJob: it is no file of results, or cannot be read.
     """
     try:
-        with hdf5.open_reading(path) as file:
+        with kinds.opened(path) as file:
             found = hdf5.attributes(file["/"].id)
             if found.text("format") != FORMAT:
                 msg = f"its format is {found.text('format')!r:.80}; expected {FORMAT}"
                 raise ValueError(msg)  # noqa: TRY301 - joins what HDF5 says
+            # files of the first days have no version
+            version, known = kinds.version_of({kinds.VERSION: VERSION, **found}), (VERSION, 0)
+            if why := kinds.refusal(version, known):
+                msg = f"they are {why}"
+                raise ValueError(msg)  # noqa: TRY301
+            if version and (warning := kinds.warning(version, known)):
+                log.warning("%s has results %s", path, warning)
             numbers = {name: int(found[name]) for name in ("complete", "requests", "answered")}
             return Identity.from_json(found.text("identity")), numbers
     except (OSError, KeyError, ValueError, TypeError, RuntimeError) as failure:
@@ -171,7 +182,7 @@ class ResultTables:
         }
         self._rows = self._tokens = 0
         is_complete = answered == count
-        numbers = {"complete": int(is_complete), "requests": count, "answered": answered}
+        numbers = {"version": VERSION, "complete": int(is_complete), "requests": count, "answered": answered}
         for name, text in (("format", FORMAT), ("identity", identity.as_json())):
             raw = text.encode()
             self._file.attrs.create(name, np.array(raw, f"S{len(raw)}"), dtype=h5py.string_dtype("utf-8", len(raw)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpispeed.base.plain import printable, read_plain
-from mpispeed.ckpt.format import hdf5
+from mpispeed.ckpt.format import kinds
 from mpispeed.generation.answers import ERROR, PENDING, REASONS, TOO_LONG
 from mpispeed.generation.finished import scan
 from mpispeed.generation.hdf5_tables import Table, Tables
@@ -151,7 +151,7 @@ def _results_of(path: Path) -> Path:
 
 def _tables(path: Path, handle: int) -> Shown:
     identity, _ = read_identity(path)
-    with hdf5.open_reading(path) as opened:
+    with kinds.opened(path) as opened:
         tables = Tables(handle, os.fstat(handle).st_size, opened)
         reasons, offsets, prompts = (
             tables.table(tables.root, name) for name in ("finish_reason", "offsets", "prompt_tokens")

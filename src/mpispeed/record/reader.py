@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
 import stat
@@ -23,11 +24,13 @@ import numpy as np
 from h5py import h5a, h5f, h5g
 
 from mpispeed.base.plain import printable
-from mpispeed.ckpt.format import hdf5
+from mpispeed.ckpt.format import hdf5, kinds
 from mpispeed.native.checksum import crc32c
 from mpispeed.record import layout
 from mpispeed.record.errors import NoRecord, RecordError
 from mpispeed.record.series import Points, SeriesInfo, SeriesTable
+
+log = logging.getLogger(__name__)
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _MOST_BYTES: Mapping[str, int] = {"rows": 4 << 30, "names": 64 << 20, "notes": 256 << 20, "spans": 4 << 30}
@@ -177,10 +180,12 @@ def _read(path: Path, handle: int, size: int, file: Any) -> Record:
         msg = f"{path} is an HDF5 file, but no run record: {what}"
         raise NoRecord(msg)
     attributes = hdf5.attributes(file.id)
-    version = attributes["version"]
-    if version != layout.VERSION:
-        msg = f"{path} is a run record of version {version}; this mpispeed reads version {layout.VERSION}"
+    version, known = kinds.version_of(attributes), (layout.VERSION, 0)
+    if why := kinds.refusal(version, known):
+        msg = f"{path} is a run record {why}"
         raise RecordError(msg)
+    if version and (said := kinds.warning(version, known)):
+        log.warning("%s is a run record %s", path, said)
     plan = file.id.get_create_plist()
     if plan.get_userblock() or plan.get_sizes() != (8, 8):
         msg = "it has a user block or addresses of another size than 8 bytes"

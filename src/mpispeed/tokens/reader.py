@@ -6,6 +6,7 @@ read by position after their number is compared with the size of the file.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -18,12 +19,14 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5s
 
 from mpispeed.base.plain import printable
-from mpispeed.ckpt.format import hdf5
+from mpispeed.ckpt.format import hdf5, kinds
 from mpispeed.tokens import layout
 from mpispeed.tokens.errors import NoTokenStore, TokenStoreError, UnfinishedStore
 from mpispeed.tokens.layout import Manifest, Place, Places
 from mpispeed.tokens.overlay import PAGE_BYTES, Overlay
 from mpispeed.tokens.positions import read_bytes
+
+log = logging.getLogger(__name__)
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _MOST_FORMAT_BYTES = 1024
@@ -165,10 +168,12 @@ def _check_format(path: Path, root: h5f.FileID) -> None:
         what = f"its format is {form!r:.60}" if form else "it does not say what it is"
         msg = f"{path} is an HDF5 file, but no token store: {what}"
         raise NoTokenStore(msg)
-    version = hdf5.attributes(root)["version"]
-    if version != layout.VERSION:
-        msg = f"it is of version {version}; this mpispeed reads version {layout.VERSION}"
+    version, known = kinds.version_of(hdf5.attributes(root)), (layout.VERSION, 0)
+    if why := kinds.refusal(version, known):
+        msg = f"it is {why}"
         raise ValueError(msg)
+    if version and (warning := kinds.warning(version, known)):
+        log.warning("%s is a token store %s", path, warning)
     plan = root.get_create_plist()
     if plan.get_userblock() or plan.get_sizes() != (8, 8):
         msg = "it has a user block or addresses of another size than 8 bytes"

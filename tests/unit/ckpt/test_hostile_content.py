@@ -81,6 +81,16 @@ def group_of(name):
     return change
 
 
+def endless(file):
+    """A master whose number of rows is said by another file: HDF5 opens that to tell the shape."""
+    del file["params/b.weight/master"]
+    space, unlimited = h5py.h5s.create_simple((999,), (h5py.h5s.UNLIMITED,)), (h5py.h5s.UNLIMITED,)
+    space.select_hyperslab((0,), unlimited)
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_virtual(space, b"../../outside/step7/model.h5", b"params/b.weight/master", space)
+    h5py.h5d.create(file["params/b.weight"].id, b"master", h5py.h5t.IEEE_F32LE, space, dcpl=plan)
+
+
 COMPOUND = np.dtype([("a", "<f4"), ("b", "<i8")])
 ATTRIBUTES = ("step", "param_group", "tp_dim", "tp_sub_sizes", "tp_grains", "expert", "train_dtype", "kind", "sparse")
 MODELS = {
@@ -114,6 +124,7 @@ MODELS = {
     "dtype wider": attribute("params/c.bias/weight16", "dtype", np.bytes_("float64")),
     "dtype of floats": attribute("params/b.weight/master", "dtype", np.bytes_("bfloat16")),
     "master of another shape": replaced("params/b.weight/master", shape=(3, 333), dtype="<f4"),
+    "virtual without end": endless,
     "gzip": slot_with_sums("leak", data=np.zeros(5000, "<f4"), compression="gzip"),
     "chunks": slot_with_sums("leak", data=np.zeros(50, "<f4"), chunks=(10,)),
     "fletcher": slot_with_sums("leak", data=np.zeros(50, "<f4"), fletcher32=True),

@@ -14,7 +14,8 @@ import pytest
 
 from mpispeed.record import layout, record_file, writer
 from mpispeed.record.writer import RecordWriter
-from tests.helpers.system import CHECKOUT, ROOT
+from tests.helpers.code_blocks import read_page
+from tests.helpers.system import CHECKOUT
 from tests.unit.record.reading import proven_contents
 
 FACTS = {"config": {"a": 1}}
@@ -210,8 +211,8 @@ def test_a_script_that_ends_without_a_word_loses_nothing_and_its_forks_write_not
 
 
 def test_the_lines_of_the_guide_read_a_record(tmp_path, monkeypatch, capsys):
-    guide = (ROOT / "docs" / "guides" / "run-record.md").read_text()
-    lines = guide.split("```python\n")[1].split("```")[0]
+    page = read_page("docs/guides/run-record.md")
+    (lines,) = [block.text for block in page.blocks if block.language == "python"]
     record = RecordWriter(tmp_path, {"config": {"a": 1}})
     for step in (1, 2):
         record.row("Train/Samples/train_loss", 1 / step, step=step, samples=8 * step)

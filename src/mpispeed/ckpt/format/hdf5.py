@@ -311,9 +311,6 @@ def contiguous_place(
         ValueError: it is no such dataset, or its elements are not one after the other in this file.
     """
     found, path = child_place(parent, name), _path(parent, name)
-    if found.get_space().get_simple_extent_type() != h5s.SIMPLE or len(found.shape) != 1:
-        msg = f"{path} has not one dim"
-        raise ValueError(msg)
     # before the properties: for a type of variable length HDF5 would read its fill value from the heap
     if found.dtype not in kinds:
         msg = f"{path} is of type {found.dtype}; expected {' or '.join(map(str, kinds))}"
@@ -321,6 +318,10 @@ def contiguous_place(
     plan: h5p.PropDCID = found.get_create_plist()
     if plan.get_layout() != h5d.CONTIGUOUS or plan.get_external_count() or plan.get_nfilters():
         msg = f"the elements of {path} are chunked, filtered, virtual, or in another file; expected contiguous ones"
+        raise ValueError(msg)
+    # behind the layout: for the shape of a virtual dataset HDF5 would look for other files
+    if found.get_space().get_simple_extent_type() != h5s.SIMPLE or len(found.shape) != 1:
+        msg = f"{path} has not one dim"
         raise ValueError(msg)
     count, nbytes = int(found.shape[0]), found.dtype.itemsize
     offset = found.get_offset() if count else 0
@@ -448,14 +449,15 @@ def _foreign_bytes(dataset: h5d.DatasetID) -> str:
     # before the properties: to tell the fill value of a type of variable length, HDF5 reads the heap of the file
     if dtype not in _STORED and dtype.kind != "S":
         return f"is of type {dtype}"
-    if dataset.shape is None:
-        return "holds nothing"
     properties = dataset.get_create_plist()
     limit: int = h5i.get_file_id(dataset).get_filesize()
     if properties.get_layout() not in (h5d.CONTIGUOUS, h5d.COMPACT):
         return "is chunked or virtual"
     if properties.get_external_count():
         return "has its elements in another file"
+    # behind the layout: for the shape of a virtual dataset HDF5 would look for other files
+    if dataset.shape is None:
+        return "holds nothing"
     if math.prod(dataset.shape) * dtype.itemsize > limit:
         return f"says that it has more elements ({dataset.shape}) than its file of {limit} bytes can hold"
     return ""

@@ -7,6 +7,7 @@ and maybe `W_offsets` (fp32), as a model that `redundancy_clean` made has them i
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +18,18 @@ import h5py
 import numpy as np
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import hdf5, numbers, schema
+from mpispeed.ckpt.format import hdf5, kinds, numbers, schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint
 from mpispeed.ckpt.format.index import TensorEntry, shape_of, stored_dtype, translated, whole
-from mpispeed.ckpt.tools.weight_files import Weight
+from mpispeed.ckpt.tools.weight_files import HDF5_FORMAT, HDF5_VERSION, Weight
 
 if TYPE_CHECKING:
     import torch
     from h5py import h5d
 
     from mpispeed.native.packed_codes import PackedCodes
+
+log = logging.getLogger(__name__)
 
 CODES, SCALES, OFFSETS = "_codes", "_scales", "_offsets"
 """Ends of the names of the parts, behind the name of the weight."""
@@ -139,6 +142,9 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     if not path.is_file():
         msg = f"{path} is no file"
         raise CheckpointError(msg)
+    with translated(path), hdf5.open_reading(path) as file:
+        found = kinds.of_root(file.id)
+    _check_version(path, found)
     try:
         with translated(path), hdf5.open_reading(path) as file:
             yield file
@@ -147,6 +153,17 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     except CheckpointError as failure:  # of a dtype, which does not know the file
         msg = f"{path} is damaged or no file of weights: {failure}"
         raise CorruptCheckpoint(msg) from failure
+
+
+def _check_version(path: Path, found: kinds.Kind) -> None:
+    """Refuse a later format; files of the first days, and of others, say of none."""
+    if found.form != HDF5_FORMAT:
+        return
+    if why := kinds.refusal(found.version, HDF5_VERSION):
+        msg = f"{path} has weights {why}"
+        raise CheckpointError(msg)
+    if found.version and (warning := kinds.warning(found.version, HDF5_VERSION)):
+        log.warning("%s has weights %s", path, warning)
 
 
 def _tensors(file: h5py.File) -> Iterator[tuple[Row, dict[str, h5d.DatasetID]]]:

@@ -22,8 +22,10 @@ body{margin:1.5rem;background:var(--back);color:var(--text);font:14px/1.4 system
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}p{color:var(--soft);max-width:60rem}
 .wide{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.2rem .6rem;border-bottom:1px solid var(--line)}
 td{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-th{position:sticky;top:0;background:var(--back);text-align:right}
-th:first-child,td.text{text-align:left}td.text{white-space:pre-wrap;overflow-wrap:anywhere;max-width:36rem}
+th{position:sticky;top:0;background:var(--back);text-align:right;white-space:nowrap}
+th:first-child,th.text,td.text,td.name{text-align:left}td.text{white-space:pre}
+th:first-child,td.name{position:sticky;left:0;background:var(--back)}
+td.name{white-space:pre-wrap;overflow-wrap:break-word;min-width:min(18rem,38vw);max-width:36rem}
 th button{all:unset;cursor:pointer;font-weight:600}th button:focus-visible{outline:2px solid var(--bar)}
 th[aria-sort=ascending] button::after{content:" \\25B2"}th[aria-sort=descending] button::after{content:" \\25BC"}
 svg{width:150px;height:26px;vertical-align:middle;fill:var(--bar)}
@@ -51,6 +53,9 @@ for (const head of document.querySelectorAll("table.sortable th")) {
 """
 
 _NUMBERS = ("count", "min", "max", "mean", "std", "rms", "zeros", "nan", "inf")
+#: columns of words, which begin at the left
+_TEXTS = ("slot", "shape", "dtype", "tag", "note")
+_TEXT_CLASS = ' class="text"'
 _HISTOGRAM_HEIGHT = 20
 #: a change this many times smaller than the largest has no colour
 _COLOUR_RANGE = 1e4
@@ -103,6 +108,11 @@ def _number(value: float | None) -> str:
     return f'<td data-v="{value!r}">{shown}</td>'
 
 
+def _name(value: object) -> str:
+    """The first cell of a row: a name, which may be broken behind its dots, and anywhere if it has none."""
+    return f'<td class="name" data-v="{_text(value)}">{_text(value).replace(".", ".<wbr>")}</td>'
+
+
 def _words(value: object) -> str:
     return f'<td class="text" data-v="{_text(value)}">{_text(value)}</td>'
 
@@ -110,7 +120,10 @@ def _words(value: object) -> str:
 def _table(head: Sequence[str], rows: Iterable[str]) -> str:
     """A table whose columns sort; those with an empty head do not."""
     heads = "".join(
-        f'<th scope="col"><button type="button">{_text(word)}</button></th>' if word else "<th></th>" for word in head
+        f'<th scope="col"{_TEXT_CLASS if word in _TEXTS else ""}><button type="button">{_text(word)}</button></th>'
+        if word
+        else "<th></th>"
+        for word in head
     )
     body = "\n".join(f"<tr>{cells}</tr>" for cells in rows)
     return (
@@ -121,7 +134,7 @@ def _table(head: Sequence[str], rows: Iterable[str]) -> str:
 
 def _layer_cells(row: Mapping[str, Any]) -> str:
     counts = "".join(_number(row[key]) for key in ("tensors", *_NUMBERS))
-    return _words(row["layer"]) + _words(row["slot"]) + counts
+    return _name(row["layer"]) + _words(row["slot"]) + counts
 
 
 def _params_table(rows: Sequence[Mapping[str, Any]], drift: Mapping[str, Any] | None) -> str:
@@ -134,7 +147,7 @@ def _params_table(rows: Sequence[Mapping[str, Any]], drift: Mapping[str, Any] | 
     lines = []
     for row in rows:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        cells = "".join(map(_words, (row["name"], row["slot"], shape, row["dtype"])))
+        cells = _name(row["name"]) + "".join(map(_words, (row["slot"], shape, row["dtype"])))
         cells += "".join(_number(row[key]) for key in (*_NUMBERS, "update_ratio"))
         if drift:
             is_weight = row["name"] in last and row["slot"] in ("master", "weight16")
@@ -165,8 +178,8 @@ def _drift_part(drift: Mapping[str, Any]) -> list[str]:
     noted = [row for row in drift["params"] if row["note"]]
     if noted:
         parts.append("<h2>Parameters that are not in every tag or have another shape</h2>")
-        lines = ("".join(_words(row[key]) for key in ("tag", "name", "note")) for row in noted)
-        parts.append(_table(("tag", "name", "note"), lines))
+        lines = (_name(row["name"]) + "".join(_words(row[key]) for key in ("tag", "note")) for row in noted)
+        parts.append(_table(("name", "tag", "note"), lines))
     return parts
 
 
@@ -178,7 +191,7 @@ def _heat_map(drift: Mapping[str, Any], column: str) -> str:
     lines = [f"<table><thead><tr><th>layer</th>{heads}</tr></thead>\n<tbody>"]
     for layer, row in zip(layers, values, strict=True):
         cells = "".join(_heat_cell(value, top) for value in row)
-        lines.append(f'<tr><td class="text">{_text(layer)}</td>{cells}</tr>')
+        lines.append(f"<tr>{_name(layer)}{cells}</tr>")
     return '<div class="wide">' + "\n".join(lines) + "\n</tbody></table></div>"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from h5py import h5g, h5p, h5t
 
 from mpispeed.base.errors import CheckpointError
-from mpispeed.ckpt.format import hdf5, schema, sparse_image
+from mpispeed.ckpt.format import hdf5, kinds, schema, sparse_image
 from mpispeed.ckpt.format.index import TensorEntry
 
 _SAFETENSORS = {
@@ -41,6 +41,8 @@ _SAFETENSORS = {
 }
 #: entry of the metadata of a safetensors file that names the framework
 _FRAMEWORK = "format"
+#: attributes of the root of an HDF5 file of weights
+HDF5_FORMAT, HDF5_VERSION = "mpispeed weights", (1, 0)
 _METADATA = "__metadata__"
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 
@@ -176,6 +178,8 @@ def write_hdf5(path: Path, weights: Sequence[Weight], elements: Elements) -> Non
         OSError: the file system refuses.
     """
     with hdf5.Builder(path) as build:
+        build.attribute(build.root, kinds.FORMAT, HDF5_FORMAT)
+        build.attribute(build.root, kinds.VERSION, HDF5_VERSION)
         places = [
             build.dataset(build.root, schema.escape(weight.name), weight.shape, weight.dtype, weight.facts)
             for weight in weights

@@ -1,0 +1,163 @@
+"""Every code block of the documentation says what it is: a language and a mark, as CONTRIBUTING.md lists them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.code_blocks import Block, commands_of, is_shown, page_names, parse_page, read_page, words_of
+
+NOT_YET: frozenset[str] = frozenset(
+    {
+        "benchmarks/README.md",
+        "docs/design/contracts.md",
+        "docs/guides/autocast.md",
+        "docs/guides/autotuning-trials.md",
+        "docs/guides/autotuning.md",
+        "docs/guides/block-io.md",
+        "docs/guides/checkpoint-stats.md",
+        "docs/guides/checkpoints.md",
+        "docs/guides/comms-logger.md",
+        "docs/guides/compression.md",
+        "docs/guides/cpu-optimizers.md",
+        "docs/guides/curriculum.md",
+        "docs/guides/data-analysis.md",
+        "docs/guides/data-loading.md",
+        "docs/guides/eigenvalues.md",
+        "docs/guides/elasticity.md",
+        "docs/guides/features.md",
+        "docs/guides/flops-profiler.md",
+        "docs/guides/from-deepspeed.md",
+        "docs/guides/fused-optimizers.md",
+        "docs/guides/generate-files.md",
+        "docs/guides/generate.md",
+        "docs/guides/gpu.md",
+        "docs/guides/gradients.md",
+        "docs/guides/hugging-face.md",
+        "docs/guides/import.md",
+        "docs/guides/inference.md",
+        "docs/guides/kernels.md",
+        "docs/guides/layer-drop.md",
+        "docs/guides/lightning.md",
+        "docs/guides/memory.md",
+        "docs/guides/moe.md",
+        "docs/guides/monitors.md",
+        "docs/guides/muon.md",
+        "docs/guides/mup.md",
+        "docs/guides/offload.md",
+        "docs/guides/onebit.md",
+        "docs/guides/pipeline-schedules.md",
+        "docs/guides/pipeline-training.md",
+        "docs/guides/pipeline.md",
+        "docs/guides/random-ltd.md",
+        "docs/guides/reproducibility.md",
+        "docs/guides/run-record.md",
+        "docs/guides/sequences.md",
+        "docs/guides/sparse-attention.md",
+        "docs/guides/state-dtypes.md",
+        "docs/guides/tensor-parallel.md",
+        "docs/guides/testing.md",
+        "docs/guides/tiling.md",
+        "docs/guides/times-and-traces.md",
+        "docs/guides/token-store-building.md",
+        "docs/guides/token-store.md",
+        "docs/guides/torch-distributed.md",
+        "docs/guides/transformer-layer.md",
+        "docs/guides/zero3.md",
+        "docs/hpc/doctor.md",
+        "docs/hpc/faults.md",
+        "docs/hpc/hangs.md",
+        "docs/hpc/launch.md",
+        "docs/hpc/slurm.md",
+        "docs/hpc/walltime.md",
+    }
+)
+"""Pages that are still to be marked."""
+
+PAGES = [name for name in page_names() if name not in NOT_YET]
+
+
+def test_every_block_is_marked():
+    found = [
+        f"{block.place}: {mistake}"
+        for name in PAGES
+        for block in read_page(name).blocks
+        if (mistake := block.mistake())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_pages_that_are_still_to_be_marked_are_there():
+    assert set(page_names()) >= NOT_YET
+    done = [name for name in NOT_YET if not any(block.mistake() for block in read_page(name).blocks)]
+    assert not done, f"{done} have all their marks: take them out of the list"
+
+
+def blocks(text: str) -> tuple[Block, ...]:
+    return parse_page("page.md", text).blocks
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ("", "without language"),
+        ("python", "no mark"),
+        ("sh run", "language 'sh'"),
+        ("json run", "cannot be 'run'"),
+        ("text check", "cannot be 'check'"),
+        ("python run a.py", "behind the mark"),
+        ("json check ../a.json", "behind the mark"),
+        ("json check a.json b", "cannot be"),
+    ],
+)
+def test_a_block_without_its_mark_is_named(info, said):
+    (block,) = blocks(f"\n```{info}\nx\n```\n")
+    assert said in block.mistake() and block.place == "page.md:2"
+
+
+def test_a_block_is_read_with_its_file_and_what_it_prints():
+    made = blocks(
+        "```json check ds.json\n{}\n```\n\n"
+        "- a\n  ```console run\n  a \\\n    b\n  # c\n  d # exit code 2\n  ```\n\n"
+        "```text output\nx\n```\nand\n```text output\ny\n```\n"
+    )
+    assert [block.file for block in made] == ["ds.json", "", "", ""]
+    assert [block.shows for block in made] == [False, False, True, False]
+    assert not any(block.mistake() for block in made)
+    assert [(one.line, one.text, one.exit_code) for one in commands_of(made[1])] == [
+        (7, "a \\\n  b", 0),
+        (10, "d # exit code 2", 2),
+    ]
+
+
+def test_a_block_that_never_ends_is_named():
+    with pytest.raises(ValueError, match=r"page.md:3: the block never ends"):
+        blocks("a\n\n```python run\n")
+
+
+def test_scenes_and_their_ranks():
+    page = parse_page("a.md", "<!-- scene: engine on 2 ranks -->\n\n<!-- scene: model tokens -->\n")
+    assert page.ranks == 2 and [(one.line, one.names) for one in page.scenes] == [
+        (1, ("engine",)),
+        (3, ("model", "tokens")),
+    ]
+    with pytest.raises(ValueError, match="one number"):
+        parse_page("a.md", "<!-- scene: a on 2 ranks -->\n<!-- scene: b on 3 ranks -->\n")
+
+
+def test_words_of_a_line_of_shell():
+    line = "for a in 1 2; do mpispeed run -n $a x.py | tee 'a b'; done   # mpispeed nothing"
+    assert ["mpispeed", "run", "-n", "$a", "x.py"] in list(words_of(line))
+    assert ["tee", "a b"] in list(words_of(line))
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "equal"),
+    [("a ... c\n", "a b c\n", True), ("a\n...\nz", "a\nb\nc\nz\n", True), ("a.c", "abc", False), ("a ...", "b", False)],
+)
+def test_three_dots_stand_for_anything(shown, printed, equal):
+    assert is_shown(shown, printed) is equal
+
+
+def test_every_page_is_known():
+    assert {"README.md", "docs/index.md"} <= set(PAGES) | NOT_YET
+    assert all(Path(name).suffix == ".md" for name in page_names())
