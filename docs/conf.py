@@ -16,6 +16,7 @@ extensions = ["myst_parser", "sphinx_copybutton", "docpages.sphinx_part"]
 source_suffix = {".md": "markdown"}
 root_doc = "index"
 nitpicky = False
+suppress_warnings = ["ref.python"]  # two public classes have one short name; annotations by it lead to the first
 highlight_language = "text"
 language = "en"
 python_maximum_signature_line_length = 88

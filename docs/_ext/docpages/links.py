@@ -68,9 +68,9 @@ def prose(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def links(text: str) -> Iterator[Link]:
-    """All links and pictures of a page, in their order."""
+    """All links and pictures of a page, in their order; a line of comment has none."""
     for number, line, is_prose in prose(text):
-        if is_prose:
+        if is_prose and not line.startswith("<!--"):
             yield from (Link(number, found[1]) for found in _TARGET.finditer(_CODE_SPAN.sub("", line)))
 
 
