@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ CHARTED = ("tokens_per_second", "seconds", "ms", "peak", "milliseconds", "MiB_pe
 MOST_COLUMNS = 9
 MOST_BARS = 24
 MOST_DEPTH = 5
+MOST_WHOLE = 22
+NARROW = "\N{NO-BREAK SPACE}"
 ACROSS = ("step", "steps")
 
 _ROW = re.compile(r"^\| `([\w/]+)\.py` \| (.*) \|$", re.MULTILINE)
@@ -44,7 +47,7 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
         script = script_of(path.stem, record, compares)
         text = compares.get(script, "")
         names.append(path.stem)
-        rows.append((f"[{path.stem}]({path.stem}.md)", text, str(record.get("date", "not kept"))[:10], machine(record)))
+        rows.append((f"[{path.stem}]({path.stem}.md)", text, day(record), whole(machine(record))))
         yield f"{FOLDER}/{path.stem}", "\n".join(page(path.stem, record, script, text))
     head = [
         "# Benchmarks",
@@ -68,6 +71,18 @@ def script_of(stem: str, record: Mapping[str, Any], compares: Mapping[str, str])
     words = stem.replace("-", "_")
     fitting = [script for script in compares if words in (script.replace("/", "_"), script.rpartition("/")[2])]
     return fitting[0] if fitting else ""
+
+
+def day(record: Mapping[str, Any]) -> str:
+    """When a record was made, as `27 Nov 2026`, which breaks nowhere."""
+    if "date" not in record:
+        return whole("not kept")
+    return whole(datetime.fromisoformat(str(record["date"])).strftime("%d %b %Y").lstrip("0"))
+
+
+def whole(text: str) -> str:
+    """A short text that breaks nowhere."""
+    return text.replace(" ", NARROW) if len(text) <= MOST_WHOLE else text
 
 
 def machine(record: Mapping[str, Any]) -> str:
@@ -169,7 +184,7 @@ def row_table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if charted and len(rows) <= MOST_BARS:
         yield from bar_chart(charted, {name: row.get(charted) for name, row in rows.items()})
     head = ["", *(escaped(name.replace("_", " ")) for name in columns)]
-    yield from table(head, [[escaped(name), *(shown(key, row.get(key)) for key in columns)] for name, row in rows.items()], "l" + "r" * len(columns))
+    yield from table(head, [[whole(escaped(name)), *(shown(key, row.get(key)) for key in columns)] for name, row in rows.items()], "l" + "r" * len(columns))
 
 
 def value_table(values: Mapping[str, Any]) -> Iterator[str]:
@@ -213,7 +228,8 @@ def shown(key: str, value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list) and is_rounds(value) and len(value) > 1:
         middle, low, high = (number(key, each) for each in (statistics.median(value), min(value), max(value)))
-        return f"{middle} ({low} to {high})"
+        unit = re.sub(r"^[\d.,e+-]+", "", middle)
+        return f"{whole(middle)} ({whole(f'{low.removesuffix(unit)} to {high.removesuffix(unit)}')})"
     if isinstance(value, list):
         return ", ".join(shown(key, each) for each in value)
     return number(key, value) if isinstance(value, (int, float)) else escaped(str(value))

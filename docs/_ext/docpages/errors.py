@@ -90,13 +90,23 @@ class Index:
         for scope in ast.walk(tree):
             if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
                 texts = assigned(scope)
-                for call in own_nodes(scope):
-                    if isinstance(call, ast.Call) and name_of(call.func) in self.classes and call.args:
-                        self._note(module, name_of(call.func), call, texts)
+                calls = [node for node in own_nodes(scope) if isinstance(node, ast.Call)]
+                used: dict[str, int] = {}
+                for call in sorted(calls, key=lambda call: call.lineno):
+                    if name_of(call.func) in self.classes and call.args:
+                        self._note(module, name_of(call.func), call, texts, used)
 
-    def _note(self, module: str, name: str, call: ast.Call, texts: dict[str, list[ast.expr]]) -> None:
+    def _note(
+        self, module: str, name: str, call: ast.Call, texts: dict[str, list[ast.expr]], used: dict[str, int]
+    ) -> None:
+        """Note a call; a text that has a name is what the name was set to since it was last `used`."""
         first = call.args[0]
-        made_of = texts.get(first.id, []) if isinstance(first, ast.Name) else [first]
+        made_of = [first]
+        if isinstance(first, ast.Name):
+            after = used.get(first.id, 0)
+            before = [text for text in texts.get(first.id, []) if text.lineno <= call.lineno]
+            made_of = [text for text in before if text.lineno > after] or before[-1:]
+            used[first.id] = call.lineno
         found = [text for text in map(template, made_of) if text.strip(f"{UNKNOWN} :\n")]
         if not found:
             self.passed_on += 1
@@ -216,7 +226,7 @@ def class_page(index: Index, name: str) -> Iterator[str]:
         yield f"## {room}\n"
         helping = list(dict.fromkeys(page for message in messages if (page := help_page(message.module))))
         if helping:
-            yield "What helps: " + ", ".join(f"[{page}](../../{page}.md)" for page in helping) + ".\n"
+            yield "What helps: " + ", ".join(f"[](../../{page}.md)" for page in helping) + ".\n"
         yield from table(
             ("message", "where"),
             [(code(" ".join(message.text.split())), f"`{message.module}:{message.line}`") for message in messages],
