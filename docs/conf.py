@@ -9,7 +9,7 @@ sys.path.insert(0, str(HERE / "_ext"))
 
 project = "mpispeed"
 author = "the authors of mpispeed"
-copyright = "the authors of mpispeed"  # noqa: A001 - the name is Sphinx's
+copyright = "the authors of mpispeed"
 release = version = os.environ.get("MPISPEED_DOCS_VERSION", "dev")
 
 extensions = ["myst_parser", "sphinx_copybutton", "docpages.sphinx_part"]

@@ -100,7 +100,9 @@ def write_versions(output: Path) -> None:
     # Pages read it as a script, which works from files too; a browser lets no page of a file fetch another file.
     (output / "versions.js").write_text(f"window.MPISPEED_VERSIONS = {json.dumps(listed)};\n", encoding="utf-8")
     start = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={newest}/index.html">'
-    (output / "index.html").write_text(f'{start}<a href="{newest}/index.html">mpispeed {newest}</a>\n', encoding="utf-8")
+    (output / "index.html").write_text(
+        f'{start}<a href="{newest}/index.html">mpispeed {newest}</a>\n', encoding="utf-8"
+    )
 
 
 def main() -> int:
@@ -116,13 +118,23 @@ def main() -> int:
     if options.external:
         print("\n".join(external(target)))
         return 0
-    from docpages.assemble import Site  # noqa: PLC0415 - imports torch; --help does not wait for it
+    from docpages.assemble import Site
 
     source = ROOT / "build" / "docs-source"
     site = Site(ROOT)
     site.gather()
     site.write(source)
-    words = ["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(ROOT / "build" / "docs-trees")]
+    words = [
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        "-c",
+        str(ROOT / "docs"),
+        "-d",
+        str(ROOT / "build" / "docs-trees"),
+    ]
     environment = {**os.environ, "MPISPEED_DOCS_VERSION": options.version}
     code = subprocess.run(
         [sys.executable, "-m", "sphinx", *words, str(source), str(target)], env=environment, check=False

@@ -67,7 +67,7 @@ def index(modules: dict[str, list[str]]) -> str:
             for name in names
         ]
         lines += table(("name", "what"), rows)
-    return "\n".join([*lines, *toctree((f"reference/api/{place}" for place in modules))])
+    return "\n".join([*lines, *toctree(f"reference/api/{place}" for place in modules)])
 
 
 def first_paragraph(found: Any) -> str:

@@ -14,7 +14,16 @@ from docpages.links import FIXED, GENERATED, PICTURES, docname, links, rewrite, 
 from docpages.markdown import escaped, fence, table, toctree
 
 INDEX = "docs/index.md"
-LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".pyx": "cython", ".c": "c", ".cu": "c", ".sh": "bash", ".sbatch": "bash"}
+LANGUAGES = {
+    ".py": "python",
+    ".json": "json",
+    ".toml": "toml",
+    ".pyx": "cython",
+    ".c": "c",
+    ".cu": "c",
+    ".sh": "bash",
+    ".sbatch": "bash",
+}
 ONLY_SITE = re.compile(r"^<!-- site: (.*) -->$", re.MULTILINE)
 """Lines of docs/index.md that only the site shows, because they lead to pages that only the site has."""
 
@@ -155,7 +164,12 @@ class Site:
             source = path.relative_to(self.root).as_posix()
             self._use(source)
             rows.append((f"[`{path.name}`]({path.name}.md)", escaped(first_line(path))))
-        head = ["# Examples", "", "Complete scripts, in `docs/examples`; each says in its first lines how it is started.", ""]
+        head = [
+            "# Examples",
+            "",
+            "Complete scripts, in `docs/examples`; each says in its first lines how it is started.",
+            "",
+        ]
         self.pages["examples/index"] = "\n".join(
             [*head, *table(("file", "what"), rows), *toctree(f"examples/{path.name}" for path in paths)]
         )

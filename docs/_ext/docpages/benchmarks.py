@@ -21,7 +21,16 @@ PEER = re.compile(
 )
 """Names of what is no work of ours: other libraries, and limits of the machine."""
 
-CHARTED = ("tokens_per_second", "seconds", "ms", "peak", "milliseconds", "MiB_per_second", "microseconds", "step_seconds")
+CHARTED = (
+    "tokens_per_second",
+    "seconds",
+    "ms",
+    "peak",
+    "milliseconds",
+    "MiB_per_second",
+    "microseconds",
+    "step_seconds",
+)
 MOST_COLUMNS = 9
 MOST_BARS = 24
 MOST_DEPTH = 5
@@ -57,8 +66,15 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
         "date and the commit stand on each page. Grey bars are peers and limits.",
         "",
     ]
-    yield f"{FOLDER}/index", "\n".join(
-        [*head, *table(("record", "compares", "date", "machine"), rows), *toctree([f"{FOLDER}/scripts", *(f"{FOLDER}/{name}" for name in names)])]
+    yield (
+        f"{FOLDER}/index",
+        "\n".join(
+            [
+                *head,
+                *table(("record", "compares", "date", "machine"), rows),
+                *toctree([f"{FOLDER}/scripts", *(f"{FOLDER}/{name}" for name in names)]),
+            ]
+        ),
     )
 
 
@@ -104,7 +120,11 @@ def page(stem: str, record: Mapping[str, Any], script: str, compares: str) -> It
     known = {"benchmark", "date", "commit", "machine", "device", "torch", "cuda", "kernel", "options", "results"}
     shown = {key: value for key, value in record.items() if key not in known and not is_empty(value)}
     if "results" in record:
-        shown = {**record["results"], **shown} if isinstance(record["results"], dict) else {"results": record["results"], **shown}
+        shown = (
+            {**record["results"], **shown}
+            if isinstance(record["results"], dict)
+            else {"results": record["results"], **shown}
+        )
     yield from part(shown, 2)
 
 
@@ -148,9 +168,21 @@ def as_mapping(found: Any) -> Mapping[str, Any]:
         if not isinstance(each, Mapping):
             named[str(at)] = {"value": each}
             continue
-        words = [str(each["name"])] if "name" in each else [f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in each.items() if isinstance(value, (str, int)) and not isinstance(value, bool) and key != "bytes"]
+        words = (
+            [str(each["name"])]
+            if "name" in each
+            else [
+                f"{value}" if isinstance(value, str) else f"{key} {value}"
+                for key, value in each.items()
+                if isinstance(value, (str, int)) and not isinstance(value, bool) and key != "bytes"
+            ]
+        )
         label = ", ".join(words) or str(at)
-        rest = {key: value for key, value in each.items() if not (isinstance(value, (str, int)) and not isinstance(value, bool) and key != "bytes")}
+        rest = {
+            key: value
+            for key, value in each.items()
+            if not (isinstance(value, (str, int)) and not isinstance(value, bool) and key != "bytes")
+        }
         named[label if label not in named else f"{label} ({at})"] = rest
     return named
 
@@ -184,7 +216,11 @@ def row_table(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if charted and len(rows) <= MOST_BARS:
         yield from bar_chart(charted, {name: row.get(charted) for name, row in rows.items()})
     head = ["", *(escaped(name.replace("_", " ")) for name in columns)]
-    yield from table(head, [[whole(escaped(name)), *(shown(key, row.get(key)) for key in columns)] for name, row in rows.items()], "l" + "r" * len(columns))
+    yield from table(
+        head,
+        [[whole(escaped(name)), *(shown(key, row.get(key)) for key in columns)] for name, row in rows.items()],
+        "l" + "r" * len(columns),
+    )
 
 
 def value_table(values: Mapping[str, Any]) -> Iterator[str]:
@@ -192,12 +228,18 @@ def value_table(values: Mapping[str, Any]) -> Iterator[str]:
     rounds = {name: value for name, value in values.items() if is_rounds(value) and name not in ACROSS}
     if len(rounds) >= 2 and len(rounds) == len(values) <= MOST_BARS:
         yield from bar_chart("", rounds)
-    yield from table(("what", "value"), [(escaped(name.replace("_", " ")), shown(name, value)) for name, value in values.items()], "lr")
+    yield from table(
+        ("what", "value"),
+        [(escaped(name.replace("_", " ")), shown(name, value)) for name, value in values.items()],
+        "lr",
+    )
 
 
 def is_rounds(value: Any) -> bool:
     """True for numbers of several rounds."""
-    return isinstance(value, list) and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in value)
+    return isinstance(value, list) and all(
+        isinstance(each, (int, float)) and not isinstance(each, bool) for each in value
+    )
 
 
 def bar_chart(key: str, values: Mapping[str, Any]) -> Iterator[str]:
@@ -240,7 +282,9 @@ def number(key: str, value: float) -> str:
     last = key.rpartition(": ")[2]
     if _BYTES.search(last) and "per_second" not in last and abs(value) >= 2**16:
         return f"{value / 2**20:,.1f} MiB"
-    unit = next((f" {unit}" for kind, unit in _KINDS if kind.search(last) and "per" not in last and "_of_" not in last), "")
+    unit = next(
+        (f" {unit}" for kind, unit in _KINDS if kind.search(last) and "per" not in last and "_of_" not in last), ""
+    )
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}{unit}"
     return f"{value:.4g}{unit}"
@@ -257,7 +301,11 @@ def curves_of(found: Mapping[str, Any]) -> list[str]:
         if not isinstance(inner, Mapping):
             return []
         across = next((key for key in ACROSS if is_rounds(inner.get(key))), None)
-        lists = [key for key, each in inner.items() if key != across and is_rounds(each) and across and len(each) == len(inner[across])]
+        lists = [
+            key
+            for key, each in inner.items()
+            if key != across and is_rounds(each) and across and len(each) == len(inner[across])
+        ]
         if not lists:
             return []
         key = next((key for key in lists if "loss" in key or "valid" in key), lists[0])

@@ -18,7 +18,10 @@ def pages() -> Iterator[tuple[str, str]]:
     context = click.Context(cli, info_name="mpispeed")
     rows = [(f"[`mpispeed {name}`](commands/{name}.md)", escaped(COMMANDS[name][2])) for name in COMMANDS]
     head = ["# Command line", "", "Every command with its options, as `--help` shows them.", ""]
-    yield FOLDER, "\n".join([*head, *table(("command", "what"), rows), *toctree(f"{FOLDER}/{name}" for name in COMMANDS)])
+    yield (
+        FOLDER,
+        "\n".join([*head, *table(("command", "what"), rows), *toctree(f"{FOLDER}/{name}" for name in COMMANDS)]),
+    )
     for name in COMMANDS:
         command = cli.get_command(context, name)
         if command is not None:

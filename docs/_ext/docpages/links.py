@@ -115,7 +115,11 @@ def docname(path: str) -> str:
     if path in FIXED:
         return FIXED[path]
     name = PurePosixPath(path)
-    for folder, place in (("docs/examples", "examples"), ("slurm/sites", "sites"), ("benchmarks/results", "benchmarks")):
+    for folder, place in (
+        ("docs/examples", "examples"),
+        ("slurm/sites", "sites"),
+        ("benchmarks/results", "benchmarks"),
+    ):
         if name.is_relative_to(folder):
             return f"{place}/{name.name if place == 'examples' else name.stem}"
     if name.is_relative_to("docs") and name.suffix == ".md":
@@ -177,7 +181,7 @@ GENERATED = {
 
 def api_page(anchor: str) -> str:
     """The page of a module that has a name of the API reference, by the name's anchor there."""
-    import mpispeed  # noqa: PLC0415 - the list of public modules; only pages that need it wait for it
+    import mpispeed
 
     fitting = [name for name in mpispeed.PUBLIC_MODULES if anchor.startswith(slug(f"mpispeed.{name}"))]
     return f"reference/api/mpispeed{'.' + max(fitting, key=len) if fitting else ''}.md"

@@ -37,7 +37,10 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
         "profile is chosen; a copy of the nearest one is the start of your own.",
         "",
     ]
-    yield f"{FOLDER}/index", "\n".join([*head, *table(("profile", "for"), rows), *toctree(f"{FOLDER}/{name}" for name in names)])
+    yield (
+        f"{FOLDER}/index",
+        "\n".join([*head, *table(("profile", "for"), rows), *toctree(f"{FOLDER}/{name}" for name in names)]),
+    )
 
 
 def page(name: str, text: str, profile: dict[str, object]) -> Iterator[str]:
