@@ -40,11 +40,12 @@ def pages(root: Path) -> Pages:
     for name in mpispeed.PUBLIC_MODULES:
         modules[f"mpispeed.{name}"] = sorted(importlib.import_module(f"mpispeed.{name}").__all__)
     yield "reference/api", index(modules)
+    firsts = first_names(modules)
     for place, names in modules.items():
         lines = [f"# `{place}`", "", *docstring(importlib.import_module(place).__doc__)]
         lines += [f":::{{py:module}} {place}", ":no-index-entry:", ":::", ""]
         for name in names:
-            lines += entry(reference, place, name)
+            lines += entry(reference, place, name, firsts)
         yield f"reference/api/{place}", "\n".join(lines)
 
 
@@ -78,13 +79,25 @@ def first_paragraph(found: Any) -> str:
     return escaped(" ".join(inspect.cleandoc(text or "").split("\n\n")[0].split()))
 
 
-def entry(reference: Any, place: str, name: str) -> Iterator[str]:
+def first_names(modules: dict[str, list[str]]) -> dict[int, str]:
+    """For what can be called, by its id, the name under which it comes first."""
+    firsts: dict[int, str] = {}
+    for place, names in modules.items():
+        module = importlib.import_module(place)
+        for name in names:
+            found = getattr(module, name)
+            if callable(found):
+                firsts.setdefault(id(found), f"{place}.{name}")
+    return firsts
+
+
+def entry(reference: Any, place: str, name: str, firsts: dict[int, str]) -> Iterator[str]:
     """A heading, the signature, the docstring; for classes of the package their methods and properties."""
     found = getattr(importlib.import_module(place), name)
     full = f"{place}.{name}"
     yield f"## `{full}`\n"
-    other = reference.told_elsewhere(place, name, found)
-    if other:
+    other = firsts.get(id(found), full)
+    if other != full:
         page = other.rpartition(".")[0]
         yield f"As [`{other}`]({page}.md#{slug(other)}).\n"
         return

@@ -113,7 +113,7 @@ class Site:
         self._index()
         for found in (api.pages(self.root), commands.pages(), sites.pages(self.root), benchmarks.pages(self.root)):
             self.pages |= dict(found)
-        self.pages |= dict(errors.pages(self.root / "src" / "mpispeed"))
+        self.pages |= dict(errors.pages(errors.Index(self.root / "src" / "mpispeed")))
         self._examples()
         for path in self.used:
             self._show(path)

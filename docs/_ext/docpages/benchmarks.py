@@ -62,8 +62,8 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
         "# Benchmarks",
         "",
         "What was measured, beside peers or limits of the same machine in the same run; each page has the record's",
-        "tables and charts. [How they are run](scripts.md). Figures are those of one machine at one time: its name, the",
-        "date and the commit stand on each page. Grey bars are peers and limits.",
+        "tables and charts. [How they are run](scripts.md). Figures are of one machine at one time: its name, the date",
+        "and the commit stand on each page. Grey bars are peers and limits.",
         "",
     ]
     yield (

@@ -28,11 +28,11 @@ def bars(values: Mapping[str, tuple[float, str]], peers: Sequence[str]) -> list[
     lines = _head(height, "bar chart: " + "; ".join(f"{name} {text}" for name, (_, text) in values.items()))
     for at, (name, (value, text)) in enumerate(values.items()):
         top = ROW * at + 4
-        long = room * value / most
+        long = max(room * value / most, 1.0)
         colour = "var(--chart-peer)" if name in peers else "var(--chart-ours)"
         lines += [
             f'<text x="{left - 8:.0f}" y="{top + 16}" text-anchor="end">{escape(labels[name])}</text>',
-            f'<rect x="{left:.0f}" y="{top + 3}" width="{max(long, 1):.1f}" height="{ROW - 8}" rx="2" fill="{colour}"/>',
+            f'<rect x="{left:.0f}" y="{top + 3}" width="{long:.1f}" height="{ROW - 8}" rx="2" fill="{colour}"/>',
             f'<text x="{left + long + 6:.0f}" y="{top + 16}">{escape(text)}</text>',
         ]
     return _tail(lines)

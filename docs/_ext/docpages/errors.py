@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,15 +71,17 @@ class Message:
     line: int
 
 
+def parsed(path: Path) -> ast.Module:
+    """What is in a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 class Index:
     """All exceptions of the package and the messages they are made with."""
 
-    def __init__(self, source: Path) -> None:
-        """Args: `source`: the folder of the package."""
-        trees = {
-            path.relative_to(source).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-            for path in sorted(source.rglob("*.py"))
-        }
+    def __init__(self, source: Path, parse: Callable[[Path], ast.Module] = parsed) -> None:
+        """Args: `source`: the folder of the package; `parse`: makes a syntax tree of a file."""
+        trees = {path.relative_to(source).as_posix(): parse(path) for path in sorted(source.rglob("*.py"))}
         self.classes = own_classes(trees)
         self.messages: dict[str, set[Message]] = defaultdict(set)
         self.passed_on = 0
@@ -87,14 +89,15 @@ class Index:
             self._read(module, tree)
 
     def _read(self, module: str, tree: ast.Module) -> None:
-        for scope in ast.walk(tree):
-            if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
-                texts = assigned(scope)
-                calls = [node for node in own_nodes(scope) if isinstance(node, ast.Call)]
-                used: dict[str, int] = {}
-                for call in sorted(calls, key=lambda call: call.lineno):
-                    if name_of(call.func) in self.classes and call.args:
-                        self._note(module, name_of(call.func), call, texts, used)
+        for nodes in scopes(tree):
+            texts: dict[str, list[ast.expr]] = defaultdict(list)
+            used: dict[str, int] = {}
+            for node in nodes:
+                if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                    texts[node.targets[0].id].append(node.value)
+            for call in nodes:
+                if isinstance(call, ast.Call) and name_of(call.func) in self.classes and call.args:
+                    self._note(module, name_of(call.func), call, texts, used)
 
     def _note(
         self, module: str, name: str, call: ast.Call, texts: dict[str, list[ast.expr]], used: dict[str, int]
@@ -119,7 +122,7 @@ def own_classes(trees: dict[str, ast.Module]) -> dict[str, Class]:
     every = {
         node.name: Class(node.name, module, tuple(map(name_of, node.bases)), ast.get_docstring(node) or "")
         for module, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
     found = {ROOT_CLASS}
@@ -128,21 +131,19 @@ def own_classes(trees: dict[str, ast.Module]) -> dict[str, Class]:
     return {name: every[name] for name in sorted(found) if not name.startswith("_")}
 
 
-def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Everything in a scope but what functions inside of it have."""
-    for child in ast.iter_child_nodes(scope):
-        yield child
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from own_nodes(child)
-
-
-def assigned(scope: ast.AST) -> dict[str, list[ast.expr]]:
-    """What the names of a scope are set to."""
-    found: dict[str, list[ast.expr]] = defaultdict(list)
-    for node in own_nodes(scope):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id].append(node.value)
-    return found
+def scopes(tree: ast.Module) -> list[list[ast.AST]]:
+    """Assignments and calls of a module, and of each function in it by itself, in the order of their lines."""
+    found: list[list[ast.AST]] = []
+    waiting: list[tuple[ast.AST, list[ast.AST]]] = [(tree, [])]
+    while waiting:
+        node, nodes = waiting.pop()
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes = []
+            found.append(nodes)
+        elif isinstance(node, (ast.Assign, ast.Call)):
+            nodes.append(node)
+        waiting += [(child, nodes) for child in ast.iter_child_nodes(node)]
+    return [sorted(nodes, key=lambda node: node.lineno) for nodes in found]
 
 
 def name_of(node: ast.expr) -> str:
@@ -169,13 +170,8 @@ def help_page(module: str) -> str:
     return HELP[max(fitting, key=len)] if fitting else ""
 
 
-def pages(source: Path) -> Iterator[tuple[str, str]]:
-    """(page, text) of the index and of each class that has messages.
-
-    Args:
-        source: the folder of the package.
-    """
-    index = Index(source)
+def pages(index: Index) -> Iterator[tuple[str, str]]:
+    """(page, text) of the front page and of each class."""
     yield FOLDER, "\n".join(front(index))
     for name in index.classes:
         yield f"{FOLDER}/{name}", "\n".join(class_page(index, name))

@@ -33,8 +33,8 @@ def pages(root: Path) -> Iterator[tuple[str, str]]:
     head = [
         "# Site profiles",
         "",
-        "What a cluster has, for `mpispeed sbatch --site NAME` and `mpispeed scale`. [SLURM](../hpc/slurm.md) tells how a",
-        "profile is chosen; a copy of the nearest one is the start of your own.",
+        "What a cluster has, for `mpispeed sbatch --site NAME` and `mpispeed scale`. How a profile is chosen is told",
+        "in [jobs of SLURM](../hpc/slurm.md); a copy of the nearest one is the start of your own.",
         "",
     ]
     yield (
