@@ -141,7 +141,7 @@ def part(found: Mapping[str, Any], level: int) -> Iterator[str]:
     values = {name: value for name, value in found.items() if is_value(value)}
     deeper = {name: as_mapping(value) for name, value in found.items() if not is_value(value) and not is_empty(value)}
     rows = {name: flat for name, value in deeper.items() if (flat := flattened(value)) is not None}
-    alike = rows if len(rows) >= 2 and len(columns_of(rows)) <= MOST_COLUMNS else {}
+    alike = rows if len(rows) >= 2 and len(columns_of(rows)) <= MOST_COLUMNS and not is_turned(rows) else {}
     if alike:
         yield from row_table(alike)
     if values:
@@ -202,6 +202,13 @@ def flattened(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any] | No
         elif not is_empty(value):
             return None
     return flat if 0 < len(flat) <= MOST_COLUMNS else None
+
+
+def is_turned(rows: Mapping[str, Mapping[str, Any]]) -> bool:
+    """True for kinds of times, each with rounds of ours and of peers: each has a chart of its own."""
+    return all(is_rounds(value) for row in rows.values() for value in row.values()) and any(
+        PEER.search(name) for name in columns_of(rows)
+    )
 
 
 def columns_of(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

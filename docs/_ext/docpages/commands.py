@@ -54,9 +54,9 @@ def help_text(text: str) -> Iterator[str]:
 
 
 def option(parameter: click.Parameter, context: click.Context) -> tuple[str, str] | None:
-    """The row of an option; None for arguments, which the usage names, and for what is hidden."""
+    """The row of an option; None for what is hidden, and for arguments without a text, which the usage names."""
     record = parameter.get_help_record(context)
-    if record is None:
+    if record is None or not record[1]:
         return None
     names, meaning = record
     return code(names), escaped(meaning)

@@ -24,10 +24,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
     """
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(" ".join(re.sub(r"(?<!\\)\|", r"\\|", cell).split()) for cell in cells) + " |"
+        return "| " + " | ".join(map(_in_cell, cells)) + " |"
 
     rule = "|" + "|".join("--:" if align[at : at + 1] == "r" else "---" for at in range(len(head))) + "|"
     return [line(head), rule, *(line(row) for row in rows), ""]
+
+
+def _in_cell(text: str) -> str:
+    return re.sub(r"[ \t\n]+", " ", re.sub(r"(?<!\\)\|", r"\\|", text)).strip(" ")
 
 
 def escaped(text: str) -> str:
