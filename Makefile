@@ -5,6 +5,7 @@ VENV ?= .venv
 MPI ?= wheel
 TORCH_INDEX ?=
 KEEP ?=
+VERSION ?= dev
 
 IN_VENV := $(VENV)/bin
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
@@ -12,7 +13,7 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on
 OLDEST_VENV = $(VENV)-oldest
 OLDEST_TORCH = 2.6.*
 
-.PHONY: help demo test quick soak matrix oldest gpu lint build clean
+.PHONY: help demo test quick soak matrix oldest gpu lint build docs clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
@@ -26,6 +27,7 @@ help:
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
+	@echo "make docs    the documentation site in build/docs/\$$VERSION; warnings and broken links are errors, nothing is fetched"
 	@echo "make clean   remove what was built; $(VENV) stays"
 	@echo ""
 	@echo "Each sets up $(VENV) by itself. Settings (with what they are now):"
@@ -34,6 +36,7 @@ help:
 	@echo "  MPI=$(MPI)       wheel: install an MPI from a wheel; site: use the mpirun on PATH"
 	@echo "  TORCH_INDEX=$(TORCH_INDEX)     a package index to take torch from"
 	@echo "  KEEP=$(KEEP)      1: \`make test\` keeps what its pieces took as tests/durations.json"
+	@echo "  VERSION=$(VERSION)      \`make docs\`: the release that the site is of"
 	@echo "pip's own settings (PIP_* variables, pip.conf) hold for everything that is installed."
 
 demo:
@@ -76,6 +79,10 @@ lint:
 build:
 	$(SETUP) test
 	@$(IN_VENV)/python tools/check_package.py --keep dist
+
+docs:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/build_docs.py --version "$(VERSION)"
 
 clean:
 	rm -rf build dist src/*.egg-info src/mpispeed/_native/*.so

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (3, 10)
 # Each purpose contains the ones before it.
-_TEST = ["monitor", "wandb", "comet", "test"]
+_TEST = ["monitor", "wandb", "comet", "test", "docs"]
 EXTRAS = {"demo": ["monitor"], "test": _TEST, "lint": [*_TEST, "dev"]}
 BUILD_TOOLS = ["setuptools", "wheel", "Cython"]
 
