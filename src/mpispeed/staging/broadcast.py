@@ -27,12 +27,12 @@ from mpispeed.staging import unpack
 from mpispeed.staging.spread import common_place
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Comm
 
 CHUNK_BYTES = 16 << 20
 
 
-def _leaders() -> Intracomm | None:
+def _leaders() -> Comm | None:
     """One rank of every node, that of rank 0 first; None on the others."""
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
@@ -40,7 +40,7 @@ def _leaders() -> Intracomm | None:
     return None if leaders == MPI.COMM_NULL else leaders
 
 
-def _meet(leaders: Intracomm, problem: str) -> str:
+def _meet(leaders: Comm, problem: str) -> str:
     """What went wrong on any node, the same on all; each problem once."""
     host = socket.gethostname()
     problems = [text for text in leaders.allgather(problem and f"{host}: {problem}") if text]
@@ -49,7 +49,7 @@ def _meet(leaders: Intracomm, problem: str) -> str:
     return "\n".join(problems)
 
 
-def stage(leaders: Intracomm, archive: Path, seal: str, begin_words: Sequence[str]) -> tuple[str, Path | None]:
+def stage(leaders: Comm, archive: Path, seal: str, begin_words: Sequence[str]) -> tuple[str, Path | None]:
     """Send and unpack the archive; return what went wrong, and the folder.
 
     Collective over: the leaders.
@@ -78,7 +78,7 @@ def stage(leaders: Intracomm, archive: Path, seal: str, begin_words: Sequence[st
     return failed, folder
 
 
-def _sent(leaders: Intracomm, archive: Path, copy: Path) -> str:
+def _sent(leaders: Comm, archive: Path, copy: Path) -> str:
     """Send the archive from the first leader to files of all; return what went wrong here.
 
     Collective over: the leaders, to the end, also where a node can write no more.
