@@ -1,9 +1,9 @@
 """A job of MPI that sends an archive to every node and unpacks it there; runs by itself, one rank of a node is enough.
 
-    python -I -S broadcast.py PATHS stage ARCHIVE SEAL --name NAME --bytes N --inodes N [--place FOLDER]
-    python -I -S broadcast.py PATHS end FOLDER
+    python -I broadcast.py stage ARCHIVE SEAL --name NAME --bytes N --inodes N [--place FOLDER]
+    python -I broadcast.py end FOLDER
 
-PATHS are the folders of packages, for mpi4py. Rank 0 reads the archive once. Whatever fails on a node, all go on to the
+Rank 0 reads the archive once. Whatever fails on a node, all go on to the
 next point where they meet, and leave together: rank 0 with code 1 and a sentence for every node that failed.
 """
 
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # started by its path, without site-packages
-    sys.path += [str(Path(__file__).resolve().parents[2]), *sys.argv[1].split(os.pathsep)]
+if not __package__:  # started by its path
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 from mpi4py import MPI
 
 from mpispeed.base.errors import StagingError
@@ -117,12 +117,12 @@ def _unpacked(copy: Path, seal: str, folder: Path) -> str:
     words += ["--seal", seal, "--folder", str(folder), "--consume"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     said = done.stderr.strip() or f"unpack.py ended with exit code {done.returncode}"
-    return said.partition(": ")[2] if done.returncode else ""
+    return said.removeprefix(unpack.SAID).partition(": ")[2] if done.returncode else ""
 
 
 def main() -> int:
     """Entry point of every rank: 0, or 1 on rank 0 after a sentence on stderr."""
-    command, *words = sys.argv[2:]
+    command, *words = sys.argv[1:]
     leaders = _leaders()
     if leaders is None:
         return 0
@@ -139,7 +139,7 @@ def main() -> int:
     if leaders.Get_rank():
         return 0
     if failed:
-        sys.stderr.write(f"{failed}\n")
+        sys.stderr.write("".join(f"{unpack.SAID}{line}\n" for line in failed.splitlines()))
         return 1
     sys.stdout.write(f"{socket.gethostname()}\t{folder}\n")
     return 0
