@@ -180,8 +180,6 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
     try:
         with partial.open("wb") as file:
             seal, facts = write_archive(file, contents)
-            file.flush()
-            os.fsync(file.fileno())
         path = folder / f"environment-{seal.sha256[:12]}.tar"
         partial.replace(path)
         archive = Archive(

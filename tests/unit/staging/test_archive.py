@@ -102,7 +102,7 @@ def test_a_changed_archive_is_refused_and_nothing_stays(place, packed, what, wor
         os.truncate(path, 4 << 20)
     else:
         seal = archive.Seal(seal.offset, seal.size, "0" * 64)
-    with pytest.raises(StagingError, match="changed|should end"):
+    with pytest.raises(StagingError, match=r"changed|should end"):
         unpack.unpack(path, seal, folder, workers=workers)
     assert not list(place.iterdir())
 
