@@ -14,8 +14,8 @@ from mpispeed.launch.submit import Partition
 def script(template="single", **more):
     words = [template if template in ("generate", "tune", "data") else "train.py"]
     request = Request(
-        words, Path("/runs/x"), Path("/work"), template, time="10", cores_per_rank=1, array="0-1" * (template == "array"),
-        python="/my env/python", **more,
+        words, Path("/runs/x"), Path("/work"), template, time="10", cores_per_rank=1, python="/my env/python",
+        array="0-1" * (template == "array"), **more,
     )  # fmt: skip
     return fill(template, values_of(request, Site(), Partition()))
 
