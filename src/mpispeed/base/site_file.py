@@ -65,15 +65,10 @@ NONE = SiteFile()
 _held: SiteFile | None = None
 
 
-def hold(site: SiteFile) -> None:
-    """Keep what rank 0 has read, for all settings that this process reads from now on."""
+def hold(site: SiteFile | None) -> None:
+    """Keep what rank 0 has read, for all settings that this process reads from now on; None: read the file again."""
     global _held
     _held = site
-
-
-def held() -> SiteFile | None:
-    """What `hold` was given; None before."""
-    return _held
 
 
 def current(environ: Mapping[str, str] = os.environ) -> SiteFile:
@@ -132,9 +127,10 @@ def _require_safe(path: Path, system: Path) -> str:
         )
         raise ConfigError(msg)
     if system != path and system.exists() and status.st_uid not in (0, system.stat().st_uid):
+        own = _user(system.stat().st_uid)
         msg = (
-            f"{VARIABLE} names {where} of {_user(status.st_uid)}, but this machine has {system}; only a file of root or "
-            f"of {_user(system.stat().st_uid)} can stand in its place: unset {VARIABLE}"
+            f"{VARIABLE} names {where} of {_user(status.st_uid)}, but this machine has {system}; only one of root or "
+            f"{own} can stand in its place: unset {VARIABLE}"
         )
         raise ConfigError(msg)
     return _user(status.st_uid)

@@ -157,4 +157,3 @@ def _is_hidden(path: str) -> bool:
     keys = path.split(".")
     sections = (section_at(added.root(), keys[:count]) for count in range(1, len(keys) + 1))
     return any(section is not None and has_secrets(section) for section in sections)
-
