@@ -1,6 +1,6 @@
 """A job of PBS (OpenPBS, PBS Professional, Torque): the hosts and slots of its node file.
 
-PBS starts no ranks of a job itself: an mpirun or mpiexec does, that of the MPI or of Cray's PALS, and is told the hosts.
+PBS starts no ranks itself: an mpirun or mpiexec does, that of the MPI or of Cray's PALS, and is told the hosts.
 Source: "MPI" in the PBS Professional user's guide; mpiexec(1) of PALS.
 """
 

@@ -77,8 +77,14 @@ def test_an_optimizer_of_another_type_takes_no_parameters_of_the_site(site):
     [
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: is locked at 2 by {site} of "),
         ({"zero_optimization": 1}, "is locked"),
-        ({"zero_optimization": {"prefetch_bucket_size": 7}}, "zero_optimization.prefetch_bucket_size: is locked at 1000"),
-        ({"zero_optimization": {"stage3_prefetch_bucket_size": 7}}, "zero_optimization.stage3_prefetch_bucket_size: is"),
+        (
+            {"zero_optimization": {"prefetch_bucket_size": 7}},
+            "zero_optimization.prefetch_bucket_size: is locked at 1000",
+        ),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": 7}},
+            "zero_optimization.stage3_prefetch_bucket_size: is",
+        ),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown: is locked by {site} of "),
     ],
 )
@@ -95,7 +101,7 @@ def test_what_contradicts_a_default_names_the_site(site):
     with pytest.raises(ConfigError, match="both true") as caught:
         load({**MICRO, "fp16": True})
     assert f"bf16.enabled: from the site file {path}" in str(caught.value)
-    site('[config]\nzero_optimization = {stge = 1}\n')
+    site("[config]\nzero_optimization = {stge = 1}\n")
     with pytest.raises(ConfigError, match='did you mean "stage"') as caught:
         load(MICRO)
     assert f"from the site file {path}" in str(caught.value)
@@ -142,7 +148,9 @@ def test_a_file_that_others_may_write_is_refused(site, tmp_path):
 
 def test_a_file_that_is_not_there(tmp_path):
     assert read_site_file({}, tmp_path / "none") is NONE
-    with pytest.raises(ConfigError, match=f"cannot be read: No such file or directory; correct {VARIABLE}, or unset it"):
+    with pytest.raises(
+        ConfigError, match=f"cannot be read: No such file or directory; correct {VARIABLE}, or unset it"
+    ):
         read_site_file({VARIABLE: str(tmp_path / "none")})
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ConfigError, match="no ordinary file"):
