@@ -1,4 +1,4 @@
-"""How long a job of PBS may still run, by `qstat -f`."""
+"""Time left for a job of PBS, by `qstat -f`."""
 
 from __future__ import annotations
 

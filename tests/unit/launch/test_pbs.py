@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -63,7 +62,7 @@ def test_the_node_file_has_a_line_for_each_process(nodes):
     assert pbs.spread(slots, None, where) == (Host("n1.c", (0, 1)), Host("n2.c", (0, 1)))
     assert pbs.spread(slots, 8, where) == (Host("n1.c", (0, 1, 2, 3)), Host("n2.c", (0, 1, 2, 3)))
     assert pbs.spread(slots, 1, where) == (Host("n1.c", (0,)),)
-    with pytest.raises(ConfigError, match="5 ranks do not spread evenly over the 2 hosts of PBS job 12.srv"):
+    with pytest.raises(ConfigError, match="5 ranks do not spread evenly over the 2 hosts of PBS job 12"):
         pbs.spread(slots, 5, where)
     assert pbs.spread({"a": (0, 1, 2), "b": (0,)}, 4, "") == (Host("a", (0, 1, 2)), Host("b", (0,)))
 
@@ -101,8 +100,9 @@ def test_the_mpiexec_of_pals_is_known_by_its_answer_or_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("binding", "flags"), [("mpi", "--cpu-bind none"), ("none", "--cpu-bind none"), ("cores:4", "--cpu-bind depth --depth 4")]
-)  # fmt: skip
+    ("binding", "flags"),
+    [("mpi", "--cpu-bind none"), ("none", "--cpu-bind none"), ("cores:4", "--cpu-bind depth --depth 4")],
+)
 def test_flags_of_pals(tmp_path, binding, flags):
     mpirun = Mpirun(tmp_path / "mpiexec", Family.PALS)
     hosts = (Host("n1", (0, 1)), Host("n2", (0, 1)))
@@ -238,4 +238,3 @@ def test_a_chain_by_dependency_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["qsub", "--cpus-per-task", "1", "--time", "5", "--config", "ds.json", "train.py"])
     assert 'set it to "requeue"' in capsys.readouterr().err
-    assert sys.executable
