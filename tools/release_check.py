@@ -37,21 +37,9 @@ STRAY = re.compile(
 )
 STRAY_ALLOWED = re.compile(r"^tests/releases/.*\.h5$")
 #: how the licences of what is installed beside begin, in metadata
-LICENCES = re.compile(
-    r"apache|bsd|mit\b|mit license|mpl|mozilla|psf|python software|isc|hpnd|unlicense|zlib|mpich", re.I
-)
-SOURCES = (
-    "cython/",
-    "cuda/",
-    "slurm/",
-    "src/mpispeed/",
-    "pyproject.toml",
-    "setup.py",
-    "LICENSE",
-    "README.md",
-    "CHANGELOG.md",
-)
-NEVER_IN_SDIST = re.compile(r"\.(so|o|pyc)$|/(\.venv|\.git|__pycache__|build|dist)(/|$)")
+LICENCES = re.compile(r"apache|bsd|\bmit\b|\bmpl|mozilla|\bpsf|python software foundation|\bisc\b|zlib", re.IGNORECASE)
+SOURCES = ("cython/", "cuda/", "slurm/", "src/mpispeed/", "pyproject.toml", "setup.py", "LICENSE", "CHANGELOG.md")
+NEVER_IN_SDIST = re.compile(r"\.(so|o|pyc)$|/(\.venv|\.git|__pycache__)(/|$)|^/(build|dist|runs)/")
 
 
 def run(words: list[str], folder: Path = ROOT, **variables: str) -> tuple[int, str]:
@@ -86,8 +74,11 @@ def check_versions(root: Path = ROOT) -> list[str]:
     if cited is None or cited[1] != version:
         problems.append(f"CITATION.cff is of version {cited[1] if cited else 'none'}, version.py says {version}")
     changelog = (root / "CHANGELOG.md").read_text()
-    if not re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", changelog, re.M):
+    dated = re.search(rf"^## {re.escape(version)} - (\d{{4}}-\d\d-\d\d)$", changelog, re.M)
+    if dated is None:
         problems.append(f"CHANGELOG.md has no heading '## {version} - DATE'; what is new stands under Unreleased")
+    elif f'date-released: "{dated[1]}"' not in (root / "CITATION.cff").read_text():
+        problems.append(f"CITATION.cff has another date-released than CHANGELOG.md, {dated[1]}")
     if not re.search(r"^## Unreleased$", changelog, re.M):
         problems.append("CHANGELOG.md has no heading '## Unreleased' for what comes next")
     if not (root / "tests/releases" / version / "expected.json").is_file():
@@ -121,16 +112,7 @@ def check_citation() -> list[str]:
     """CITATION.cff is valid."""
     if importlib.util.find_spec("cffconvert") is None:
         return ["cffconvert is not installed: pip install cffconvert"]
-    return failure([sys.executable, "-m", "cffconvert", "--validate"]) if _has_main() else _validated()
-
-
-def _has_main() -> bool:
-    return importlib.util.find_spec("cffconvert.__main__") is not None
-
-
-def _validated() -> list[str]:
-    tool = Path(sys.executable).with_name("cffconvert")
-    return failure([str(tool), "--validate"])
+    return failure([str(Path(sys.executable).with_name("cffconvert")), "--validate"])
 
 
 def check_licences() -> list[str]:
@@ -143,10 +125,8 @@ def check_licences() -> list[str]:
             about = importlib.metadata.metadata(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # tomli, where Python has its own
-        told = [about.get("License-Expression"), *(about.get_all("Classifier") or []), about.get("License")]
-        words = [
-            word for word in told if word and (word is not about.get_all("Classifier") and "Python ::" not in word)
-        ]
+        classes = [word for word in about.get_all("Classifier") or [] if word.startswith("License ::")]
+        words = [word for word in (about.get("License-Expression"), about.get("License"), *classes) if word]
         if not any(LICENCES.search(word) for word in words):
             problems.append(f"the licence of {name} is none that is known here: {str(words)[:120]}")
     return problems
