@@ -114,13 +114,16 @@ def _require_safe(path: Path, system: Path) -> str:
     """
     where = printable(str(path))
     real = path.resolve(strict=True)
-    status, folder = real.stat(), real.parent.stat()
+    status = real.stat()
     if status.st_mode & _WRITABLE:
         msg = f"the site file {where} can be written by others than its owner; chmod go-w {where}"
         raise ConfigError(msg)
-    is_open = folder.st_mode & _WRITABLE and not folder.st_mode & stat.S_ISVTX
-    if is_open or folder.st_uid not in (0, status.st_uid):
-        parent = printable(str(real.parent))
+    for folder in real.parents:
+        about = folder.stat()
+        is_open = about.st_mode & _WRITABLE and not about.st_mode & stat.S_ISVTX
+        if not is_open and about.st_uid in (0, status.st_uid):
+            continue
+        parent = printable(str(folder))
         msg = (
             f"the site file {where} can be replaced by others than its owner, who may write the folder {parent}; "
             f"chmod go-w {parent}, and give it to the owner of the file"
