@@ -1,14 +1,16 @@
 """The site's file of defaults: rank 0 reads it once for all ranks, whose settings and records have it."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 import mpispeed
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.site_file import VARIABLE, hold
+from mpispeed.record.reader import open_record
 from tests.zoo.models import Net
-from tests.zoo.training import config
+from tests.zoo.training import ADAM, config
 
 pytestmark = [pytest.mark.mpi(min_size=1), pytest.mark.ranks(1, 3)]
 
@@ -35,10 +37,17 @@ def site(comm, tmp_path, monkeypatch):
     hold(None)
 
 
-def test_rank_0_reads_for_all(site):
-    engine = mpispeed.initialize(model=Net(), config=config(1))[0]
+def test_rank_0_reads_for_all(comm, site, tmp_path):
+    record = comm.share(str(tmp_path / "run.h5"))
+    given = config(1, **ADAM, run_record={"enabled": True, "path": record, "rows": 16})
+    engine = mpispeed.initialize(model=Net(), config=given)[0]
     assert engine.gradient_clipping() == 0.25
     assert engine.zero_allgather_bucket_size() == 4000
+    engine.destroy()
+    if comm.rank == 0:
+        told = open_record(Path(record)).facts["site"]
+        assert told["path"] == site
+        assert told["locked"] == ["zero_optimization.allgather_bucket_size"]
 
 
 def test_locked_settings_are_refused_on_all_ranks(site):
@@ -50,6 +59,6 @@ def test_locked_settings_are_refused_on_all_ranks(site):
 
 def test_a_file_that_is_wrong_is_told_on_all_ranks(site):
     if site:
-        os.chmod(site, 0o666)  # noqa: PTH101
+        Path(site).chmod(0o666)
     with pytest.raises(ConfigError, match="can be written by others than its owner"):
         mpispeed.initialize(model=Net(), config=config(1))
