@@ -71,6 +71,8 @@ def versions(mpi: str = "") -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "torch" in sys.modules:  # which tells its build too, 2.15.0+cu132, where its metadata does not
+        found["torch"] = str(sys.modules["torch"].__version__)
     h5py = sys.modules.get("h5py")
     if h5py is not None:
         found["hdf5"] = h5py.version.hdf5_version
