@@ -13,7 +13,9 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on
 OLDEST_VENV = $(VENV)-oldest
 OLDEST_TORCH = 2.6.*
 
-.PHONY: help demo test quick soak matrix oldest gpu lint build docs clean
+NEWEST_VENV = $(VENV)-newest
+
+.PHONY: help demo test quick soak matrix oldest newest mpis release-check gpu lint build docs clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
@@ -23,7 +25,10 @@ help:
 	@echo "make matrix  train in every layout of ranks by every schedule; save under every layout, load under every other;"
 	@echo "             MPI tests with every combination of their cases and numbers of ranks instead of every pair;"
 	@echo "             every pair of features, compared with docs/reference/pairs.md"
-	@echo "make oldest  the tests of the torch.distributed backend on 2 ranks with the oldest torch, $(OLDEST_TORCH), in $(OLDEST_VENV)"
+	@echo "make oldest  quick tests, a training and the torch.distributed backend with the oldest torch, $(OLDEST_TORCH), in $(OLDEST_VENV)"
+	@echo "make newest  quick tests and a training with the newest of everything that pip finds, in $(NEWEST_VENV)"
+	@echo "make mpis    collectives, a training and jobs with MPICH, the mpirun on PATH, and Intel MPI"
+	@echo "make release-check  what a release has to be: versions, files, licences, archives, formats, docs"
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
 	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
@@ -66,7 +71,20 @@ matrix:
 oldest:
 	@"$(PYTHON)" tools/setup_env.py --venv "$(OLDEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" \
 		--torch-version "$(OLDEST_TORCH)" test
+	@$(OLDEST_VENV)/bin/python tools/try_versions.py
 	@$(OLDEST_VENV)/bin/python tests/run_mpi.py -n 2 process_group
+
+newest:
+	@"$(PYTHON)" tools/setup_env.py --venv "$(NEWEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" --newest test
+	@$(NEWEST_VENV)/bin/python tools/try_versions.py
+
+mpis:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/try_mpis.py --venv "$(VENV)-intel"
+
+release-check:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/release_check.py
 
 gpu:
 	$(SETUP) test

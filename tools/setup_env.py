@@ -94,21 +94,30 @@ def has_nvcc() -> bool:
 class Environment:
     """One virtual environment and the stamps that say what is in it."""
 
-    def __init__(self, folder: Path, purpose: str, mpi: str, torch_index: str, torch_version: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        purpose: str,
+        mpi: str,
+        torch_index: str,
+        torch_version: str = "",
+        takes_newest: bool = False,
+    ) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
         self.purpose = purpose
         self.mpi = mpi
         self.torch_index = torch_index
         self.torch_version = torch_version
+        self.takes_newest = takes_newest
         self.extras = EXTRAS[purpose] + (["mpich"] if mpi == "wheel" else [])
         # Tests compile the CUDA kernels, with or without a GPU; demo and the run on another torch do not need them.
-        needs_kernels = "test" in self.extras and not torch_version
+        needs_kernels = "test" in self.extras and not torch_version and not takes_newest
         self.extras += ["kernels"] if needs_kernels and not has_nvcc() else []
         settings = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
         sources = [path for path in (ROOT / "cython").rglob("*") if path.suffix in (".pyx", ".pxd", ".h", ".c")]
         # The interpreter is part of both: another Python needs other wheels and other compiled modules.
-        self.packages_key = digest(settings, mpi, torch_index, torch_version, sys.version)
+        self.packages_key = digest(settings, mpi, torch_index, torch_version, str(takes_newest), sys.version)
         self.compiled_key = digest(
             [*settings, ROOT / "setup.py", *sources],
             sys.version,
@@ -117,8 +126,8 @@ class Environment:
         )
 
     def pip(self, *words: str) -> list[str]:
-        """The install command of the environment, with the pinned versions."""
-        pins = ["-c", str(self.constraints())]
+        """The install command of the environment, with the pinned versions, or with the newest that fit together."""
+        pins = ["--upgrade"] if self.takes_newest else ["-c", str(self.constraints())]
         return [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *words]
 
     def constraints(self) -> Path:
@@ -159,7 +168,7 @@ class Environment:
         if self.torch_index:
             say(f"torch comes from {self.torch_index}")
             pin = re.search(r"^torch==\S+", self.constraints().read_text(), re.MULTILINE)
-            torch = pin.group(0) if pin else "torch"
+            torch = pin.group(0) if pin and not self.takes_newest else "torch"
             run(self.pip("--no-deps", "--index-url", self.torch_index, torch), "installing torch")
         run(self.pip("--no-build-isolation", "-e", f".[{','.join(self.extras)}]"), "installing the packages")
         if "test" in self.extras:
@@ -203,11 +212,15 @@ def main() -> int:
     parser.add_argument("--mpi", default="wheel", help="wheel or site")
     parser.add_argument("--torch-index", default="", help="package index for torch alone")
     parser.add_argument("--torch-version", default="", help="version of torch in place of the pinned one")
+    parser.add_argument("--newest", action="store_true", help="the newest versions that pip finds, no pinned ones")
     options = parser.parse_args()
     try:
         check_interpreter()
         check_mpi(options.mpi)
-        folder, settings = ROOT / options.venv, (options.mpi, options.torch_index, options.torch_version)
+        folder, settings = (
+            ROOT / options.venv,
+            (options.mpi, options.torch_index, options.torch_version, options.newest),
+        )
         environment = Environment(folder, options.purpose, *settings)
         if environment.bring_up():
             say(f"ready: {environment.python}")

@@ -62,7 +62,7 @@ def check(file: str, ranks: int | None, as_json: bool) -> None:
 @click.option("--set-only", is_flag=True, help="Leave out values that are plain defaults.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of {path, value, origin}.")
 def explain(file: str, ranks: int, set_only: bool, as_json: bool) -> None:
-    """Print every resolved value of FILE and where it came from."""
+    """Print every resolved value of FILE and where it came from: FILE, a default, or the file of the site."""
     from mpispeed.config import explain as explain_rows
 
     loaded = _load(file)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import click
 
+from mpispeed.base.site_file import SiteFile
 from mpispeed.cli.doctor_page import as_page, as_text
 from mpispeed.launch.findings import Finding, Verdict, has_failed
 from mpispeed.launch.probes_folder import check_folder
 from mpispeed.launch.probes_machine import check_machine
 from mpispeed.launch.probes_ranks import Place, check_gpu_memory, check_pair, find_place, look_as_rank
+from mpispeed.launch.probes_site import check_site
+from mpispeed.launch.probes_slingshot import check_slingshot, find_devices
 from mpispeed.launch.probes_slurm import check_slurm
 from mpispeed.launch.probes_software import check_software
 
@@ -66,7 +69,9 @@ def _alone(folder: str, *, is_asked: bool) -> list[Finding]:
         *examine("machine", check_machine),
         *examine("ranks", check_pair),
         *examine("ranks", lambda: [check_gpu_memory(_has_gpu(software))]),
+        *_network(software),
         *examine("folder", lambda: check_folder(folder, is_asked=is_asked)),
+        *examine("site", lambda: check_site(os.environ, _count_defaults)),
         *examine("SLURM", lambda: check_slurm(os.environ)),
     ]
 
@@ -80,12 +85,26 @@ def _of_job(place: Place, folder: str, *, is_asked: bool) -> list[Finding]:
             *software,
             *examine("machine", check_machine),
             *examine("ranks", lambda: [check_gpu_memory(_has_gpu(software))]),
+            *_network(software),
             *examine("folder", lambda: check_folder(folder, is_asked=is_asked)),
         ]
     found = examine("ranks", lambda: look_as_rank(place, own, folder))
     if place.rank == 0:
+        found += examine("site", lambda: check_site(os.environ, _count_defaults))
         found += examine("SLURM", lambda: check_slurm(os.environ))
     return found
+
+
+def _count_defaults(site: SiteFile) -> int:
+    from mpispeed.config.load import flatten  # pydantic: not needed without a site file
+    from mpispeed.config.site import translate_site
+
+    return len(flatten(translate_site(site).data))
+
+
+def _network(software: list[Finding]) -> list[Finding]:
+    """Variables of the network; on this node's devices they only matter where there are some."""
+    return examine("network", lambda: check_slingshot(find_devices(), os.environ, has_gpu=_has_gpu(software)))
 
 
 def _has_gpu(software: list[Finding]) -> bool:

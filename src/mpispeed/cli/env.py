@@ -8,8 +8,9 @@ import sys
 
 import click
 
-from mpispeed.base.errors import UsageError
+from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.launched import launched_rank
+from mpispeed.base.site_file import current
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -18,16 +19,19 @@ def env(program: tuple[str, ...]) -> None:
     """Start PROGRAM with the variables of torch.distributed, or print them for a shell.
 
     To be called by each rank: srun mpispeed env -- python train.py, or mpirun -n 4 mpispeed env -- python train.py.
-    Rank, number of ranks and place on the node are those of the launcher. MPI is not joined.
+    Rank, number of ranks and place on the node are those of the launcher. MPI is not joined. Variables of the site
+    file that are not set come with them.
     """
     from mpispeed.launch.torch_env import advice, torch_variables
 
     try:
         found = torch_variables()
-    except UsageError:
+        site = current().missing_from(os.environ)
+    except (ConfigError, UsageError):
         if launched_rank() == 0:  # all ranks find the same
             raise
         sys.exit(2)
+    found = {**site, **found}
     if warning := advice(os.environ, found):
         click.echo(f"mpispeed: warning: {warning}", err=True)
     if not program:

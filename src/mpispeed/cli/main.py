@@ -19,6 +19,7 @@ COMMANDS = {
     "env": ("mpispeed.cli.env", "env", "Variables of torch.distributed for a rank of srun or mpirun."),
     "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),
     "stage": ("mpispeed.cli.stage", "stage", "Pack the environment into one file for the nodes of a job."),
+    "qsub": ("mpispeed.cli.qsub", "qsub", "Fill a batch script for PBS, check it, submit it."),
     "scale": ("mpispeed.cli.scale", "scale", "Measure strong or weak scaling: table, CSV and picture."),
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
     "elastic": ("mpispeed.cli.elastic", "elastic", "Show batch sizes and the numbers of ranks they divide among."),

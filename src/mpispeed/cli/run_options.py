@@ -18,6 +18,7 @@ from mpispeed.base.units import parse_duration
 from mpispeed.cli import deepspeed_options
 from mpispeed.drill.faults import parse_faults
 from mpispeed.launch import hosts as hosts_of
+from mpispeed.launch import pbs
 from mpispeed.launch.hosts import Choice, Host
 from mpispeed.launch.options import Wishes, parse_binding
 from mpispeed.launch.program import runner, without_folder
@@ -44,15 +45,15 @@ def wrapper_flags(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
 def launcher_of(_ctx: click.Context, _parameter: click.Parameter, text: str) -> str:
     """Launcher of a name; DeepSpeed's names count."""
     name = _LAUNCHERS.get(text.lower(), text.lower())
-    if name not in ("auto", "mpirun", "srun"):
-        msg = f"{text!r} is none of auto, mpirun, srun, nor of DeepSpeed's {', '.join(_LAUNCHERS)}"
+    if name not in ("auto", "mpirun", "srun", "pbs"):
+        msg = f"{text!r} is none of auto, mpirun, srun, pbs, nor of DeepSpeed's {', '.join(_LAUNCHERS)}"
         raise click.BadParameter(msg)
     return name
 
 
 _PLACES = (
     click.option("-n", "--ranks", type=int, help="Number of ranks; by default all slots of the hosts, the tasks of the "
-                 "SLURM job, else 1."),
+                 "SLURM job, the processes of the PBS job, else 1."),
     click.option("-H", "--hostfile", type=click.Path(path_type=Path), help="File with a line NAME slots=N per host."),
     click.option("-i", "--include", default="", help="Use only these: HOST[:SLOT,...][@HOST...]."),
     click.option("-e", "--exclude", default="", help="Use all but these, written likewise."),
@@ -62,7 +63,7 @@ _PLACES = (
 )  # fmt: skip
 _LAUNCHER = (
     click.option("--launcher", default="auto", show_default=True, callback=launcher_of,
-                 help="auto, mpirun or srun; auto takes srun inside a SLURM allocation."),
+                 help="auto, mpirun, srun or pbs; auto takes srun inside a SLURM allocation, pbs inside a PBS job."),
     click.option("--launcher-args", "--launcher_args", default="", help="More words for the launcher, as in a shell."),
     click.option("--mpi", type=click.Choice(["auto", "site"]), default="auto", show_default=True,
                  help="auto: an mpirun beside Python, else the one on PATH; site: only PATH."),
@@ -128,6 +129,11 @@ def chosen_hosts(chosen: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
     if is_inside_allocation(environ) and (choice or chosen["elastic"] or chosen["launcher"] == "mpirun"):
         where = f"SLURM job {environ['SLURM_JOB_ID']}"
         return hosts_of.fill(choice.of(hosts_of.slurm_slots(environ), where), chosen["ranks"], where)
+    if chosen["launcher"] == "pbs" or (chosen["launcher"] == "auto" and pbs.is_inside(environ)):
+        slots, where = pbs.job_slots(environ)
+        if choice:
+            return hosts_of.fill(choice.of(slots, where), chosen["ranks"], where)
+        return pbs.spread(slots, chosen["ranks"], where)
     if chosen["elastic"] and not choice:
         return (Host(hosts_of.HERE, tuple(range(chosen["ranks"] or 1))),)
     return (

@@ -85,13 +85,13 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     `mpispeed tune`, `... data build ...` `mpispeed data build`.
     """
     from mpispeed.launch.sbatch import COMMANDS, choose_template, fill, values_of
-    from mpispeed.launch.sites import Site, find_site
+    from mpispeed.launch.sites import chosen_site
     from mpispeed.launch.submit import ask_partition
 
     if script not in COMMANDS and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path"
         raise UsageError(msg)
-    site = find_site(asked["site"]) if asked["site"] else Site()
+    site = chosen_site(asked["site"])
     partition = ask_partition(asked["partition"] or site.partition)
     words, config = _with_config(script, arguments, site, asked)
     request = _request(words, config, site, asked)

@@ -86,10 +86,10 @@ def _submit(cases: Sequence[Case], script: str, asked: dict[str, Any]) -> list[s
     """Submit a job for each run; all scripts are checked before the first one is submitted."""
     from mpispeed.cli.sbatch import check
     from mpispeed.launch.sbatch import Request, choose_template, fill, values_of
-    from mpispeed.launch.sites import Site, find_site
+    from mpispeed.launch.sites import chosen_site
     from mpispeed.launch.submit import ask_partition, submit
 
-    site = find_site(asked["site"]) if asked["site"] else Site()
+    site = chosen_site(asked["site"])
     partition = ask_partition(asked["partition"] or site.partition)
     most = asked["ntasks_per_node"] or site.ranks_per_node or 1
     files = []

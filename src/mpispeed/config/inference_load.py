@@ -18,9 +18,9 @@ from mpispeed.config.inference import (
     spread_moe,
     spread_quant,
 )
-from mpispeed.config.load import INLINE, text_keys
+from mpispeed.config.load import INLINE
 from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, refuse, show
-from mpispeed.config.section import Section, inner_section, knows, section_at, walk
+from mpispeed.config.section import Section, inner_section, knows, section_at, text_keys, walk
 from mpispeed.config.text import decode
 
 KEYWORDS = "keywords"

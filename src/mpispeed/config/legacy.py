@@ -181,6 +181,7 @@ class Translation:
     spelled: dict[str, str] = field(default_factory=dict)  # path -> path in the user's file
     autos: set[str] = field(default_factory=set)  # paths that were "auto"
     derived: dict[str, str] = field(default_factory=dict)  # path -> what it was derived from
+    of_site: dict[str, str] = field(default_factory=dict)  # path -> the site file that has the value
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -190,6 +191,8 @@ class Translation:
 
     def origin(self, path: str) -> str:
         """The origin of the value at a path."""
+        if path in self.of_site:
+            return self.of_site[path]
         if path in self.autos:
             return 'default ("auto")'
         for prefix in prefixes(path):

@@ -19,13 +19,15 @@ from pydantic import ValidationError
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.plain import printable, read_plain
+from mpispeed.base.site_file import current
 from mpispeed.config import added, legacy
 from mpispeed.config.checks import find_conflicts, find_warnings
 from mpispeed.config.ineffective import drop_unused
 from mpispeed.config.overlay import merged
 from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, path_of, refuse
 from mpispeed.config.root import Config
-from mpispeed.config.section import Section, has_secrets, is_text, knows, section_at, walk
+from mpispeed.config.section import Section, has_secrets, knows, section_at, text_keys, walk
+from mpispeed.config.site import lay_under, name_source
 from mpispeed.config.text import decode
 
 INLINE = "configuration"
@@ -42,7 +44,8 @@ class LoadedConfig:
 
     Attributes:
         config: the validated settings.
-        origins: path of each value -> "given", "default", "alias of ...", 'default ("auto")', "given as ...".
+        origins: path of each value -> "given", "default", "alias of ...", 'default ("auto")', "given as ...",
+            "site file ...".
         warnings: sentences about deprecated or ignored keys.
         where: what the settings were read from, for messages.
     """
@@ -153,18 +156,24 @@ class Verdict:
 
 
 def judge(raw: Mapping[str, Any], known: Sequence[Problem] = ()) -> Verdict:
-    """Translate and validate settings, and collect their mistakes; `raw` is not changed."""
+    """Translate settings, lay the site's defaults under them, validate, collect mistakes; `raw` is not changed.
+
+    Raises:
+        ConfigError: the site file itself is wrong.
+    """
     too_deep = find_too_deep(raw)
     if too_deep:
         return Verdict(None, [*known, *too_deep], legacy.Translation({}))
     done = legacy.translate(raw, text_keys(added.root()), partial(knows, added.root()))
+    if (site := current()).path:
+        lay_under(done, site)
     config, problems = _build(done)
     if config is not None:
         config, unused = drop_unused(config, done.as_spelled)
         done.warnings += unused
-    verdict = Verdict(config, [*known, *done.problems, *problems], done)
+    verdict = Verdict(config, [*known, *done.problems, *name_source(problems, done)], done)
     if config is not None:
-        verdict.add(find_conflicts(config, done.autos))
+        verdict.add(name_source(find_conflicts(config, done.autos), done))
     return verdict
 
 
@@ -217,12 +226,6 @@ def _is_hidden(location: Location) -> bool:
     keys = [key for key in location if isinstance(key, str)]
     sections = (section_at(added.root(), keys[:count]) for count in range(1, len(keys) + 1))
     return any(section is not None and has_secrets(section) for section in sections)
-
-
-@cache
-def text_keys(root: type[Section]) -> frozenset[str]:
-    """Keys whose values are texts, so that "007" stays a text; other texts that look like numbers become numbers."""
-    return frozenset(field.name for field in walk(root) if is_text(field.annotation))
 
 
 @cache

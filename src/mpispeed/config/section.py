@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
@@ -169,6 +170,12 @@ def is_text(annotation: Any) -> bool:
     if origin in (Union, types.UnionType, Annotated, list):
         return any(is_text(part) for part in parts)
     return False
+
+
+@cache
+def text_keys(root: type[Section]) -> frozenset[str]:
+    """Keys whose values are texts, so that "007" stays a text; other texts that look like numbers become numbers."""
+    return frozenset(field.name for field in walk(root) if is_text(field.annotation))
 
 
 def has_secrets(section: type[Section]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError, ScheduleError
+from mpispeed.base.site_file import NONE, hold, read_site_file
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
@@ -179,6 +180,8 @@ def _config_source(args: argparse.Namespace | None, config: Any) -> Any:
 def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -> tuple[Any, str]:
     """The content of the config file as rank 0 read it, and its name; a mapping stays each rank's own.
 
+    The site's defaults are those that rank 0 reads, too.
+
     Collective over: all ranks.
     """
     content, where = None, ""
@@ -186,7 +189,9 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
         source = _config_source(args, config)
         if world.rank == 0 or isinstance(source, Mapping):
             content, where = read_source(source)
-    text, name = world.comm.share((content, where) if isinstance(content, str) else (None, where))
+        site = read_site_file() if world.rank == 0 else NONE
+    text, name, site = world.comm.share((content if isinstance(content, str) else None, where, site))
+    hold(site)
     return (text, name) if text is not None else (content, where)
 
 

@@ -18,6 +18,7 @@ from mpispeed import monitor
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.events import Event
 from mpispeed.base.plain import hide_secrets
+from mpispeed.base.site_file import current
 from mpispeed.engine.hooks import Context, Hooks
 from mpispeed.engine.rank_numbers import NAMES, RankNumbers, period
 from mpispeed.mesh import exits
@@ -113,6 +114,8 @@ def _facts(context: Context) -> dict[str, Any]:
         "versions": facts.versions(library()),
         "environment": facts.environment(),
         "slurm": facts.slurm(),
+        "pbs": facts.pbs(),
+        "site": current().as_facts(),
         "command": facts.command(),
     }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from mpispeed.base import site_file
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch import env, srun
 from mpispeed.launch.bind import CORES, DEVICES
@@ -70,7 +71,7 @@ def plan_launch(
     None takes the slots of the chosen hosts, else the tasks of a SLURM allocation, else one rank.
 
     Raises:
-        ConfigError: the number of ranks is not positive, or an option is not possible.
+        ConfigError: the number of ranks is not positive, an option is not possible, or the site file is wrong.
         UsageError: there is no launcher, or a variable of SLURM is not a number.
     """
     environ = os.environ if environ is None else environ
@@ -78,7 +79,9 @@ def plan_launch(
     if ranks is not None and ranks < 1:
         msg = f"the number of ranks is {ranks}; ask for at least 1 (-n)"
         raise ConfigError(msg)
-    variables = {**env.file_variables(environ, Path.cwd()), **wishes.variables, **device_variables(wishes.hosts)}
+    of_site = site_file.current(environ).missing_from(environ)
+    of_files = env.file_variables(environ, Path.cwd())
+    variables = {**of_site, **of_files, **wishes.variables, **device_variables(wishes.hosts)}
     variables |= _listed_cores(wishes)
     environ = {**environ, **variables}
     if wishes.hosts:
@@ -95,8 +98,8 @@ def takes_srun(launcher: str, environ: Mapping[str, str]) -> bool:
         ConfigError: the launcher is none of those that can be chosen.
         UsageError: srun was asked for and is not there.
     """
-    if launcher not in ("auto", "mpirun", "srun"):
-        msg = f'the launcher is "auto", "mpirun" or "srun", not {launcher!r}'
+    if launcher not in ("auto", "mpirun", "srun", "pbs"):
+        msg = f'the launcher is "auto", "mpirun", "srun" or "pbs", not {launcher!r}'
         raise ConfigError(msg)
     if launcher == "srun" and not srun.is_installed(environ):
         msg = "--launcher srun: there is no srun on PATH; start on a machine of a SLURM cluster, or use mpirun"

@@ -22,11 +22,13 @@ class Family(enum.Enum):
     MPICH = "MPICH"
     INTEL = "Intel MPI"
     OPEN_MPI = "Open MPI"
+    PALS = "Cray PALS"
     OTHER = "unknown MPI"
 
 
 # Words in the answer to `mpirun --version`, the most specific first.
 _WORDS = (
+    ("pals", Family.PALS),
     ("open mpi", Family.OPEN_MPI),
     ("open-mpi", Family.OPEN_MPI),
     ("openrte", Family.OPEN_MPI),
@@ -63,6 +65,8 @@ def identify(path: Path) -> Mpirun:
     except (OSError, subprocess.TimeoutExpired):
         return Mpirun(path, Family.OTHER)
     answer = (done.stdout + done.stderr).lower()
+    if "pals" in path.resolve().parts:  # /opt/cray/pals/VERSION/bin/mpiexec
+        answer = f"pals {answer}"
     family = next((family for word, family in _WORDS if word in answer), Family.OTHER)
     number = re.search(r"(\d+)\.\d", answer)
     return Mpirun(path, family, int(number[1]) if number else 0)

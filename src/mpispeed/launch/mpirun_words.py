@@ -157,6 +157,19 @@ def _open_mpi(
     return flags
 
 
+def _pals(mpirun: Mpirun, wishes: Wishes, *, share: int, per_node: int, **_: object) -> list[str]:
+    """Flags of Cray's mpiexec. By default it binds a rank to one core, however many threads the rank has."""
+    if wishes.agent or _is_cut(Family.PALS, wishes.hosts) or len({len(host.slots) for host in wishes.hosts}) > 1:
+        msg = (
+            f"{mpirun.path} is Cray's PALS, which starts as many ranks on each host and needs no ssh; leave out --ssh, "
+            "and choose the same number of slots, and the same ones, on all hosts"
+        )
+        raise UsageError(msg)
+    flags = ["--hosts", ",".join(host.name for host in wishes.hosts)] if wishes.hosts else []
+    return [*flags, "--ppn", str(per_node), *(["--cpu-bind", "depth", "--depth", str(share)] if share else
+                                              ["--cpu-bind", "none"])]  # fmt: skip
+
+
 def _unknown(mpirun: Mpirun, wishes: Wishes, **_: object) -> list[str]:
     if wishes.hosts or wishes.agent or wishes.binding.kind == "cores":
         msg = (
@@ -171,6 +184,7 @@ _WRITERS: Mapping[Family, Callable[..., list[str]]] = {
     Family.OPEN_MPI: _open_mpi,
     Family.MPICH: _mpich,
     Family.INTEL: _intel,
+    Family.PALS: _pals,
     Family.OTHER: _unknown,
 }
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mpispeed.base import assets
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.base.site_file import current
 from mpispeed.base.units import parse_count, parse_duration
 
 if sys.version_info >= (3, 11):
@@ -95,6 +97,21 @@ def seconds_of(text: str) -> float:
     """
     text = text.strip()
     return 60.0 * int(text) if text.isdigit() else parse_duration(text)
+
+
+def chosen_site(name: str | None, environ: Mapping[str, str] | None = None) -> Site:
+    """The profile of that name, or that of the site file, or an empty one; with the variables of the site file.
+
+    Raises:
+        UsageError: as `find_site`.
+        ConfigError: as `find_site`, or the site file is wrong.
+    """
+    environ = os.environ if environ is None else environ
+    file = current(environ)
+    name = name or file.profile
+    site = find_site(name, environ) if name else Site()
+    lines = (f"export {variable}=${{{variable}:-{shlex.quote(value)}}}" for variable, value in file.environment.items())
+    return replace(site, setup=(*lines, *site.setup))
 
 
 def find_site(name: str, environ: Mapping[str, str] | None = None) -> Site:

@@ -56,6 +56,9 @@ SLURM = (
 )  # fmt: skip
 """Variables of a SLURM job that are recorded."""
 
+PBS = ("PBS_JOBID", "PBS_JOBNAME", "PBS_QUEUE", "PBS_ENVIRONMENT", "PBS_NODEFILE", "PBS_O_HOST", "PBS_O_WORKDIR")
+"""Variables of a PBS job that are recorded."""
+
 MOST_VALUE = 4096
 """Characters of a value; the rest is cut off."""
 
@@ -68,6 +71,8 @@ def versions(mpi: str = "") -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if "torch" in sys.modules:  # which tells its build too, 2.15.0+cu132, where its metadata does not
+        found["torch"] = str(sys.modules["torch"].__version__)
     h5py = sys.modules.get("h5py")
     if h5py is not None:
         found["hdf5"] = h5py.version.hdf5_version
@@ -88,6 +93,11 @@ def _is_allowed(name: str) -> bool:
 def slurm(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The SLURM job, by names of its variables; nothing without SLURM."""
     return {name: environ[name][:MOST_VALUE] for name in SLURM if name in environ}
+
+
+def pbs(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The PBS job, likewise; nothing outside of PBS."""
+    return {name: environ[name][:MOST_VALUE] for name in PBS if name in environ}
 
 
 def command(words: Sequence[str] | None = None) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""End of the job: by the limit that was given, by SLURM's answer, or unknown."""
+"""End of the job: by the limit that was given, by the answer of SLURM or PBS, or unknown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mpispeed.base.commands import run_command
 from mpispeed.base.units import format_duration, parse_duration
+from mpispeed.walltime.pbs_job import ask_pbs, job_id
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def process_age_seconds() -> float:
 class JobEnd:
     """The end of the job on this process's own clock, so that clocks of other machines do not matter.
 
-    A limit that was given is counted from the start of the process. SLURM is asked at the start, and again now and
-    then by a thread: training never waits for it. The earlier end counts.
+    A limit that was given is counted from the start of the process. SLURM, or PBS, is asked at the start, and again now
+    and then by a thread: training never waits for it. The earlier end counts.
     """
 
     def __init__(
@@ -94,10 +95,13 @@ class JobEnd:
         limit_seconds: float | None,
         environ: Mapping[str, str],
         *,
-        ask: Callable[[str], float] = ask_slurm,
+        ask: Callable[[str], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._ask, self._job = clock, ask, job_name(environ)
+        self._clock, self._job = clock, job_name(environ) or job_id(environ)
+        is_pbs = bool(self._job) and not job_name(environ)
+        self._system = "PBS" if is_pbs else "SLURM"
+        self._ask = ask or (ask_pbs if is_pbs else ask_slurm)
         now = clock()
         self._given = math.inf if limit_seconds is None else now - process_age_seconds() + limit_seconds
         self._given = min(self._given, _given_end(environ) + now)
@@ -105,7 +109,7 @@ class JobEnd:
         self._can_ask = bool(self._job)
         self._wake, self._closes = threading.Event(), False
         self._thread: threading.Thread | None = None
-        self.problem = ""  # why SLURM did not answer, if it did not
+        self.problem = ""  # why there was no answer, if there was none
 
     @property
     def left_seconds(self) -> float:
@@ -114,13 +118,13 @@ class JobEnd:
 
     @property
     def source(self) -> str:
-        """The source of the end: SLURM, the limit that was given, or nobody."""
+        """The source of the end: SLURM, PBS, the limit that was given, or nobody."""
         if math.isinf(self.left_seconds):
             return "nobody"
-        return "the limit that was given" if self._given <= self._told else "SLURM"
+        return "the limit that was given" if self._given <= self._told else self._system
 
     def start(self) -> None:
-        """Ask once, then keep asking in a thread; also if SLURM does not answer now."""
+        """Ask once, then keep asking in a thread; also if there is no answer now."""
         if not self._can_ask:
             return
         self.ask()
@@ -129,7 +133,7 @@ class JobEnd:
             self._thread.start()
 
     def ask(self) -> None:
-        """Ask SLURM; without an answer the known end stays."""
+        """Ask SLURM or PBS; without an answer the known end stays."""
         try:
             left = self._ask(self._job)
         except FileNotFoundError as error:
@@ -156,7 +160,7 @@ class JobEnd:
             if self._told != before and not abs(self._told - before) < MOVED_SECONDS:
                 left = self._told - self._clock()
                 end = "has no end any more" if math.isinf(left) else f"ends in {format_duration(max(0.0, left))} now"
-                log.info("walltime   the job %s, by SLURM", end)
+                log.info("walltime   the job %s, by %s", end, self._system)
 
 
 def _given_end(environ: Mapping[str, str]) -> float:

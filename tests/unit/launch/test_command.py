@@ -22,6 +22,7 @@ VERSIONS = {
     Family.OPEN_MPI: "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/",
     Family.INTEL: "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20260101 (id: 0)",
     Family.MPICH: "HYDRA build details:\n    Version:                                 4.0.2",
+    Family.PALS: "PALS mpiexec 1.2.12",
     Family.OTHER: "something else 1.0",
 }
 

@@ -19,6 +19,7 @@ from mpispeed.ckpt.format import schema
 from mpispeed.ckpt.format.errors import CorruptCheckpoint, IncompleteCheckpoint
 
 #: a manifest takes some thirty bytes per tensor; what is larger than this is no manifest and is not read
+_MOST_MAJOR = 1000
 _MANIFEST_BYTES = 64 << 20
 #: of one file; some thousand bytes per tensor. Files of holes may seem to be of any size
 _INDEX_BYTES = 16 << 30
@@ -139,7 +140,11 @@ def read(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != schema.FORMAT:
         msg = f"{path} is not the manifest of a {schema.FORMAT}"
         raise CorruptCheckpoint(msg)
-    _check_digest(path, content, raw)
+    try:
+        _check_digest(path, content, raw)
+    except CorruptCheckpoint:
+        _refuse_newer(path, content)  # whose digest may be another
+        raise
     if not content.pop("complete", False):
         msg = f"{path} says that the save never finished; load another tag"
         raise IncompleteCheckpoint(msg)
@@ -150,6 +155,14 @@ def read(folder: Path) -> Manifest:
         raise CorruptCheckpoint(msg) from failure
     schema.check_version((major, minor), str(path))
     return _from_content(path, content, (major, minor))
+
+
+def _refuse_newer(path: Path, content: dict[str, Any]) -> None:
+    """Raise CheckpointError for a manifest that says that it is of a newer major version."""
+    version = content.get("version")
+    major = version[0] if isinstance(version, list) and len(version) == 2 else 0
+    if type(major) is int and schema.VERSION[0] < major < _MOST_MAJOR:
+        schema.check_version((major, 0), str(path))
 
 
 def serial_of(folder: Path) -> int:
