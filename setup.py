@@ -41,7 +41,15 @@ ASSETS = {
 # No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
 # No contraction: the same source must give the same bits at every vector width.
 # No debugging information, though Python's own flags ask for it: it is nine tenths of a file, and names folders.
-COMPILE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden", "-g0"]
+COMPILE = [
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-g0",
+]
 LINK = ["-fopenmp"]
 # https://reproducible-builds.org/specs/source-date-epoch: who sets it wants the same bytes from every build.
 IS_REPRODUCIBLE = "SOURCE_DATE_EPOCH" in os.environ
@@ -126,6 +134,7 @@ class BuildExt(build_ext):
             linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
             self.compiler.set_executable("linker_so", linker)
         super().build_extensions()
+
 
 class BdistWheel(bdist_wheel):
     """Gives all files of a reproducible wheel the same modes, whatever umask the checkout had."""

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -236,6 +237,32 @@ def files(folder: Path) -> Iterator[np.ndarray]:
         assert code == 0
         assert out.tolist() == [ids[3:11].tolist(), [*ids[990:996].tolist(), -1, -1]]
         yield out
+
+
+@case(BITWISE)
+def meetings(folder: Path) -> Iterator[np.ndarray]:
+    """Two threads meet two hundred times; each sees what the other brought, and who comes alone for another sum is told."""
+    module = load(folder, "meeting")
+    stride, times = module.LINE_BYTES + 64, 200
+    memory = np.zeros(module.DOOR_BYTES + 4 * stride, np.uint8)
+    seen = np.zeros((2, times), np.int64)
+
+    def come(place: int) -> None:
+        side, gift = module.Meeting(at(memory), place, 2, 64), np.zeros(8, np.int64)
+        for turn in range(times):
+            gift[:] = turn * 2 + place
+            row = side.meet(at(gift), gift.nbytes, turn // 199 * place, 1000, lambda: None)
+            first = module.DOOR_BYTES + ((row % 2) * 2 + 1 - place) * stride + module.LINE_BYTES
+            seen[place, turn] = memory[first : first + 8].view(np.int64)[0] if row >= 0 else row - 1000
+
+    other = threading.Thread(target=come, args=(1,))
+    other.start()
+    come(0)
+    other.join()
+    expected = 2 * np.arange(times) + np.array([[1], [0]])
+    assert (seen[:, :-1] == expected[:, :-1]).all()
+    assert (seen[:, -1] < 0).all()
+    yield seen
 
 
 @case(CLOSE)
