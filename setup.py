@@ -41,15 +41,8 @@ ASSETS = {
 # No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
 # No contraction: the same source must give the same bits at every vector width.
 # No debugging information, though Python's own flags ask for it: it is nine tenths of a file, and names folders.
-COMPILE = [
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-    "-fopenmp",
-    "-fvisibility=hidden",
-    "-g0",
-]
+COMPILE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden"]
+COMPILE += ["-g0"]
 LINK = ["-fopenmp"]
 # https://reproducible-builds.org/specs/source-date-epoch: who sets it wants the same bytes from every build.
 IS_REPRODUCIBLE = "SOURCE_DATE_EPOCH" in os.environ

@@ -3,8 +3,9 @@
     python tools/check_aarch64.py [--folder build/aarch64] [--native FOLDER]
 
 Python for arm64 and its headers come from Debian (apt with a state of its own: nothing is installed on this machine),
-numpy from its wheel. The digests of what the loops give there are compared with those of the modules built here. torch is
-not tried, and so not `launch`, which imports it: it has to compile. Needs gcc-aarch64-linux-gnu, qemu-user, apt and dpkg.
+numpy from its wheel. The digests of what the loops give there are compared with those of the modules built here. torch
+is not tried, and so not `launch`, which imports it: it has to compile.
+Needs gcc-aarch64-linux-gnu, qemu-user, apt and dpkg.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Builds the sdist and a wheel out of it without network, and checks both; `make build` keeps them in dist/.
 
-The wheel has to be the same to the byte when it is built once more elsewhere, under another umask, time zone and seed of
-hashes; it names no folder of the builder, needs no library beside libc and GCC's OpenMP runtime, and after auditwheel has
-given it the tag of its platform it is installed where no compiler is, and runs there on two ranks.
+The wheel has to be the same to the byte when it is built once more elsewhere, under another umask, time zone and seed
+of hashes; it names no folder of the builder, needs no library beside libc and GCC's OpenMP runtime, and after
+auditwheel has given it the tag of its platform it is installed where no compiler is, and runs there on two ranks.
 
-With --keep FOLDER the archives stay there, and SHA256SUMS beside them. --abi3 makes the wheel for Python 3.11 and later.
+With --keep FOLDER the archives stay there, and SHA256SUMS beside them. --abi3: a wheel for Python 3.11 and later.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def repair(wheel: Path, folder: Path, date: str) -> Path:
     repaired = next((folder / "repaired").glob("*.whl"))
     with zipfile.ZipFile(wheel) as before, zipfile.ZipFile(repaired) as after:
         added = sorted(set(after.namelist()) - set(before.namelist()))
+        added = [name for name in added if not name.endswith("/")]
         changed = [n for n in before.namelist() if n.endswith(".so") and before.read(n) != after.read(n)]
     if "manylinux" not in repaired.name or added or changed:
         msg = f"auditwheel made {repaired.name}, added {added} and changed {changed}; a tag was all that it had to give"
@@ -198,6 +199,8 @@ def environment(folder: Path) -> Path:
     site = next(folder.glob("lib/python3*/site-packages"))
     present = next(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
     (site / "present.pth").write_text(f"{present}\n")  # its own .pth files, as those of editable installs, are not read
+    for library in Path(sys.prefix, "lib").glob("*.so*"):  # of MPI from a wheel, where mpi4py looks for it
+        (folder / "lib" / library.name).symlink_to(library)
     return site
 
 

@@ -79,7 +79,8 @@ def checksums(folder: Path) -> Iterator[np.ndarray]:
     assert module.update(b"123456789") == 0xE3069283
     data = draws(COUNT).tobytes()
     whole = module.update(data)
-    assert whole == module.update(data, 0, True) == module.combine(module.update(data[:999]), module.update(data[999:]), len(data) - 999)  # fmt: skip
+    assert whole == module.update(data, 0, True)
+    assert whole == module.combine(module.update(data[:999]), module.update(data[999:]), len(data) - 999)
     yield np.array([whole], dtype=np.uint32)
 
 
@@ -106,7 +107,7 @@ def _adam_terms(step: int) -> tuple[float, ...]:
 
 @case(BITWISE)
 def optimizers(folder: Path) -> Iterator[np.ndarray]:
-    """Three updates of every elementwise rule with fp32 masters, bf16 gradients and bf16 copies; Adam by its formula."""
+    """Three updates of every elementwise rule, with bf16 gradients and copies; Adam by its formula."""
     module = load(folder, "cpu_optim")
     for rule in range(3):  # Adam, Adagrad, Lion
         p, a, b = draws(COUNT, seed=1), np.zeros(COUNT, np.float32), np.zeros(COUNT, np.float32)
@@ -241,7 +242,7 @@ def files(folder: Path) -> Iterator[np.ndarray]:
 
 @case(BITWISE)
 def meetings(folder: Path) -> Iterator[np.ndarray]:
-    """Two threads meet two hundred times; each sees what the other brought, and who comes alone for another sum is told."""
+    """Two threads meet and see what the other brought; at last they come with other codes, and are told."""
     module = load(folder, "meeting")
     stride, times = module.LINE_BYTES + 64, 200
     memory = np.zeros(module.DOOR_BYTES + 4 * stride, np.uint8)
