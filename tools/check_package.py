@@ -199,8 +199,9 @@ def environment(folder: Path) -> Path:
     site = next(folder.glob("lib/python3*/site-packages"))
     present = next(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
     (site / "present.pth").write_text(f"{present}\n")  # its own .pth files, as those of editable installs, are not read
-    for library in Path(sys.prefix, "lib").glob("*.so*"):  # of MPI from a wheel, where mpi4py looks for it
-        (folder / "lib" / library.name).symlink_to(library)
+    for path in Path(sys.prefix, "lib").iterdir() if sys.prefix != sys.base_prefix else ():
+        if not path.name.startswith("python"):  # an MPI from a wheel, where mpi4py looks for it
+            (folder / "lib" / path.name).symlink_to(path)
     return site
 
 
