@@ -1,7 +1,7 @@
 """Calls of the compiled loops on arrays of numpy, without torch: the same numbers on every processor.
 
-`python native_calls.py FOLDER` loads the modules from FOLDER, compares what has a formula with it, and prints a line of
-JSON: name of a case -> digest of its bytes. Loops neither fuse products into sums nor change their order, so that two
+`python native_calls.py FOLDER` loads the modules from FOLDER (`--installed`: of the installed package), compares what
+has a formula with it, and prints a line of JSON: name of a case -> digest of its bytes. Loops neither fuse products into sums nor change their order, so that two
 processors give equal digests (`BITWISE`); `CLOSE` uses functions of the C library, and gives the numbers themselves.
 Standard library and numpy only: it runs under an emulator that has nothing else.
 """
@@ -299,5 +299,15 @@ def answers(folder: Path) -> dict[str, str | list[float]]:
     return found
 
 
+def installed() -> Path:
+    """Where the package is installed; it is not imported, because that takes torch."""
+    for entry in sys.path[1:]:  # not the folder of this file
+        if (found := Path(entry) / "mpispeed" / "_native").is_dir():
+            return found
+    msg = f"no package mpispeed in {sys.path[1:]}; install it first"
+    raise FileNotFoundError(msg)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(answers(Path(sys.argv[1]))) + "\n")
+    place = installed() if sys.argv[1] == "--installed" else Path(sys.argv[1])
+    sys.stdout.write(json.dumps(answers(place)) + "\n")
