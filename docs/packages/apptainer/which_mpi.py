@@ -25,9 +25,7 @@ def main(folder: str | None = None, size: str | None = None) -> str | int:
     paths, version = loaded(), MPI.Get_library_version().splitlines()[0].strip()
     sys.stdout.write(f"rank {world.rank} of {world.size}: {version}, from {', '.join(paths)}\n")
     if folder is not None and not any(Path(path).is_relative_to(folder) for path in paths):
-        return (
-            f"the MPI library is not from {folder}: bind the host's MPI there, and set MPI4PY_LIBMPI to its libmpi.so"
-        )
+        return f"the MPI library is not from {folder}: bind the host's MPI there, and set MPI4PY_LIBMPI to its file"
     if size is not None and world.size != int(size):
         return f"{world.size} ranks instead of {size}: launcher and library do not belong together"
     return 0
