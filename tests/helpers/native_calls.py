@@ -1,8 +1,8 @@
 """Calls of the compiled loops on arrays of numpy, without torch: the same numbers on every processor.
 
 `python native_calls.py FOLDER` loads the modules from FOLDER (`--installed`: of the installed package), compares what
-has a formula with it, and prints a line of JSON: name of a case -> digest of its bytes. Loops neither fuse products into
-sums nor change their order, so that two processors give equal digests (`BITWISE`); `CLOSE` uses functions of the C
+has a formula with it, and prints a line of JSON: name of a case -> digest of its bytes. Loops neither fuse products
+into sums nor change their order, so that two processors give equal digests (`BITWISE`); `CLOSE` uses functions of the C
 library, and gives the numbers themselves.
 Standard library and numpy only: it runs under an emulator that has nothing else.
 """
