@@ -18,8 +18,10 @@ fi
 read -r -a start <<<"${MPIRUN:-mpirun -n 2}"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 inside=/host/mpi
+# UCX, which MPICH may use, opens shared memory of another rank by /proc, which ranks in name spaces of their own may not.
 exec "${start[@]}" "${CONTAINER:-apptainer}" exec \
     --bind "$folder:$inside,$here${BINDS:+,$BINDS}" \
+    --env UCX_POSIX_USE_PROC_LINK=n \
     --env "MPI4PY_LIBMPI=$inside/$library" \
     --env "LD_LIBRARY_PATH=$inside/$(dirname "$library")${LIBRARIES:+:$LIBRARIES}" \
     "$image" "${PYTHON:-/opt/mpispeed/bin/python}" "$here/which_mpi.py" "$inside" 2
