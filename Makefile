@@ -12,7 +12,7 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on
 OLDEST_VENV = $(VENV)-oldest
 OLDEST_TORCH = 2.6.*
 
-.PHONY: help demo test quick soak matrix oldest gpu lint build clean
+.PHONY: help demo test quick soak matrix oldest aarch64 gpu lint build clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
@@ -23,9 +23,10 @@ help:
 	@echo "             MPI tests with every combination of their cases and numbers of ranks instead of every pair;"
 	@echo "             every pair of features, compared with docs/reference/pairs.md"
 	@echo "make oldest  the tests of the torch.distributed backend on 2 ranks with the oldest torch, $(OLDEST_TORCH), in $(OLDEST_VENV)"
+	@echo "make aarch64 the compiled modules by a cross compiler, their loops under qemu-user with numpy alone"
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
-	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
+	@echo "make build   the compiled modules in $(VENV), sdist and wheel in dist/: built twice alike, installed, run on 2 ranks"
 	@echo "make clean   remove what was built; $(VENV) stays"
 	@echo ""
 	@echo "Each sets up $(VENV) by itself. Settings (with what they are now):"
@@ -64,6 +65,10 @@ oldest:
 	@"$(PYTHON)" tools/setup_env.py --venv "$(OLDEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" \
 		--torch-version "$(OLDEST_TORCH)" test
 	@$(OLDEST_VENV)/bin/python tests/run_mpi.py -n 2 process_group
+
+aarch64:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/check_aarch64.py
 
 gpu:
 	$(SETUP) test
