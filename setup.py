@@ -40,13 +40,12 @@ ASSETS = {
 }
 # No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
 # No contraction: the same source must give the same bits at every vector width.
-# No debugging information, though Python's own flags ask for it: it is nine tenths of a file, and names folders.
-COMPILE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden"]
-COMPILE += ["-g0"]
+# No debugging information, though Python's own flags ask for it: it is four fifths of a file, and names folders.
 LINK = ["-fopenmp"]
+COMPILE = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", *LINK]
 # https://reproducible-builds.org/specs/source-date-epoch: who sets it wants the same bytes from every build.
 IS_REPRODUCIBLE = "SOURCE_DATE_EPOCH" in os.environ
-# One build for Python 3.11 and all later ones; the reasons against it as the default: docs/hpc/install.md.
+# One build for Python 3.11 and all later ones (docs/hpc/install.md).
 IS_ABI3 = os.environ.get("MPISPEED_ABI3") == "1"
 ABI3_MACROS = [("Py_LIMITED_API", "0x030B0000")]  # buffers are in the limited API since 3.11
 
@@ -122,10 +121,8 @@ class BuildExt(build_ext):
             for module in self.extensions:
                 module.extra_compile_args = [flag for flag in module.extra_compile_args if flag not in LINK]
                 module.extra_link_args = [flag for flag in module.extra_link_args if flag not in LINK]
-        if IS_REPRODUCIBLE:
-            # The folder of this interpreter's library, which its own flags name; modules need nothing of it.
-            linker = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
-            self.compiler.set_executable("linker_so", linker)
+        if IS_REPRODUCIBLE:  # without the folder of this interpreter's library: modules need nothing of it
+            self.compiler.linker_so = [x for x in self.compiler.linker_so if not x.startswith("-Wl,-rpath")]
         super().build_extensions()
 
 

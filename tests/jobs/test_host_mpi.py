@@ -105,7 +105,7 @@ def test_module_file(tmp_path):
     if not shutil.which("modulecmd"):
         cannot("it needs the Debian package environment-modules")
     (tmp_path / "mpispeed").mkdir()
-    shutil.copy(PACKAGES / "modulefiles" / "mpispeed.tcl", tmp_path / "mpispeed" / "0.1.0")
+    shutil.copy(PACKAGES / "modulefiles" / "module.tcl", tmp_path / "mpispeed" / "0.1.0")
     (tmp_path / "mpich").write_text("#%Module\nsetenv MPI_MODULE yes\n")
     script = f"""
     export MODULEPATH={tmp_path}

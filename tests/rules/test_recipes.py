@@ -121,7 +121,7 @@ def test_easybuild_has_versions_that_are_in_the_bounds():
 
 
 def test_apptainer_has_the_sections_it_needs():
-    text = (PACKAGES / "apptainer" / "mpispeed.def").read_text()
+    text = (PACKAGES / "apptainer" / "image.def").read_text()
     header, *rest = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     assert dict(re.findall(r"^(\w+): (\S+)$", header, re.MULTILINE)) == {
@@ -139,7 +139,7 @@ def test_apptainer_has_the_sections_it_needs():
 
 
 def test_module_files_set_the_same():
-    lua, tcl = ((PACKAGES / "modulefiles" / f"mpispeed.{kind}").read_text() for kind in ("lua", "tcl"))
+    lua, tcl = ((PACKAGES / "modulefiles" / f"module.{kind}").read_text() for kind in ("lua", "tcl"))
     places = [re.findall(r'(?:local (\w+) = |^set (\w+) )"?([^\s";]+)', text, re.MULTILINE) for text in (lua, tcl)]
     ours, theirs = ({one or two: value for one, two, value in found} for found in places)
     assert ours == theirs
