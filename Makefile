@@ -15,7 +15,7 @@ OLDEST_TORCH = 2.6.*
 
 NEWEST_VENV = $(VENV)-newest
 
-.PHONY: help demo test quick soak matrix oldest newest mpis release-check gpu lint build docs clean
+.PHONY: help demo test quick soak matrix oldest newest mpis release-check aarch64 gpu lint build docs clean
 
 help:
 	@echo "make demo    train a small model on 2 ranks, save, resume on 3 ranks, draw the loss"
@@ -29,9 +29,10 @@ help:
 	@echo "make newest  quick tests and a training with the newest of everything that pip finds, in $(NEWEST_VENV)"
 	@echo "make mpis    collectives, a training and jobs with MPICH, the mpirun on PATH, and Intel MPI"
 	@echo "make release-check  what a release has to be: versions, files, licences, archives, formats, docs"
+	@echo "make aarch64 the compiled modules by a cross compiler, their loops under qemu-user with numpy alone"
 	@echo "make gpu     the tests and benchmarks of kernels on this machine's GPU (needs pycuda: the extra [cuda])"
 	@echo "make lint    format, imports, floors, types, spelling, Cython"
-	@echo "make build   the compiled modules in $(VENV) and a wheel in dist/"
+	@echo "make build   the compiled modules in $(VENV), sdist and wheel in dist/: built twice alike, installed, run on 2 ranks"
 	@echo "make docs    the documentation site in build/docs/\$$VERSION; warnings and broken links are errors, nothing is fetched"
 	@echo "make clean   remove what was built; $(VENV) stays"
 	@echo ""
@@ -85,6 +86,10 @@ mpis:
 release-check:
 	$(SETUP) test
 	@$(IN_VENV)/python tools/release_check.py
+
+aarch64:
+	$(SETUP) test
+	@$(IN_VENV)/python tools/check_aarch64.py
 
 gpu:
 	$(SETUP) test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from Cython.Build import cythonize  # capital C: the folder ./cython cannot shadow it
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError
@@ -38,8 +40,14 @@ ASSETS = {
 }
 # No -march: the loops carry their own target clones, and a wheel has to run on every node of a site.
 # No contraction: the same source must give the same bits at every vector width.
-COMPILE = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden"]
+# No debugging information, though Python's own flags ask for it: it is four fifths of a file, and names folders.
 LINK = ["-fopenmp"]
+COMPILE = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", *LINK]
+# https://reproducible-builds.org/specs/source-date-epoch: who sets it wants the same bytes from every build.
+IS_REPRODUCIBLE = "SOURCE_DATE_EPOCH" in os.environ
+# One build for Python 3.11 and all later ones (docs/hpc/install.md).
+IS_ABI3 = os.environ.get("MPISPEED_ABI3") == "1"
+ABI3_MACROS = [("Py_LIMITED_API", "0x030B0000")]  # buffers are in the limited API since 3.11
 
 
 def extension(name: str, source: str) -> Extension:
@@ -51,7 +59,16 @@ def extension(name: str, source: str) -> Extension:
         depends=sorted(str(path) for path in Path("cython/include").iterdir()),
         extra_compile_args=COMPILE,
         extra_link_args=LINK,
+        define_macros=ABI3_MACROS if IS_ABI3 else [],
+        py_limited_api=IS_ABI3,
     )
+
+
+def even_modes(folder: Path) -> None:
+    """Give all files below `folder` the modes that a umask of 022 gives: a wheel keeps them."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o755 if path.suffix == ".so" else 0o644)
 
 
 class BuildPy(build_py):
@@ -104,9 +121,23 @@ class BuildExt(build_ext):
             for module in self.extensions:
                 module.extra_compile_args = [flag for flag in module.extra_compile_args if flag not in LINK]
                 module.extra_link_args = [flag for flag in module.extra_link_args if flag not in LINK]
+        if IS_REPRODUCIBLE:  # without the folder of this interpreter's library: modules need nothing of it
+            self.compiler.linker_so = [x for x in self.compiler.linker_so if not x.startswith("-Wl,-rpath")]
         super().build_extensions()
 
 
+class BdistWheel(bdist_wheel):
+    """Gives all files of a reproducible wheel the same modes, whatever umask the checkout had."""
+
+    def write_wheelfile(self, wheelfile_base: str, *words: str) -> None:
+        """Write the last file that the archive takes in, then set the modes of all."""
+        super().write_wheelfile(wheelfile_base, *words)
+        if IS_REPRODUCIBLE:
+            even_modes(Path(wheelfile_base).parent)
+
+
+if IS_REPRODUCIBLE:
+    os.umask(0o022)
 setup(
     ext_modules=cythonize(
         [extension(name, source) for name, source in SOURCES.items()],
@@ -114,5 +145,6 @@ setup(
         include_path=["cython/include"],
         language_level=3,
     ),
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+    cmdclass={"bdist_wheel": BdistWheel, "build_ext": BuildExt, "build_py": BuildPy},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_ABI3 else {},
 )

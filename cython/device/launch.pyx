@@ -12,6 +12,7 @@ from libc.string cimport memcpy
 
 import ctypes
 import os
+from functools import partialmethod
 
 import torch
 

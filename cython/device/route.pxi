@@ -1,6 +1,15 @@
 # Which way a call of a wrapper goes, with as little as possible of Python before its launch.
 
-cdef extern from "Python.h":
+cdef extern from *:
+    """
+    #ifdef Py_LIMITED_API /* which does not have it */
+    #define MPS_IS_LIMITED 1
+    #define PyInstanceMethod_New(function) (Py_INCREF(function), (function))
+    #else
+    #define MPS_IS_LIMITED 0
+    #endif
+    """
+    bint MPS_IS_LIMITED
     object PyInstanceMethod_New(object function)
 
 cdef enum:
@@ -47,4 +56,6 @@ def route(tuple args, tuple places):
 
 def bound(function):
     """A function that is compiled, as a method of a class: it gets the object first, without a frame of Python."""
+    if MPS_IS_LIMITED:
+        return partialmethod(function)
     return PyInstanceMethod_New(function)

@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 from mpispeed.mesh.collectives import verbs
 from tests.rules.trees import ALL_PYTHON, ROOT, nodes_of, tree_of, where
 
-FILE_LINES, SETUP_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_METHODS = 500, 120, 60, 300, 20
+FILE_LINES, SETUP_LINES, FUNCTION_LINES, CLASS_LINES, PUBLIC_METHODS = 500, 150, 60, 300, 20
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 INHERITED_LINES = 350
 """Of the code of a class with that of its bases of this package."""
