@@ -3,12 +3,14 @@
     python -m tests.docs.run_pages FOLDER PAGE...                   pages of one rank, each in a fork of this process
     mpirun -n 2 python -m tests.docs.run_pages FOLDER PAGE...       pages of two, one after the other in these ranks
 
-torch is imported once. FOLDER/report.json gets page -> {"ran": how many blocks, "failed": "" or where and why}.
+torch is imported once. FOLDER/report.json gets page -> {"ran": how many blocks, "failed": "" or where and why,
+"cpu_seconds": of forks and commands}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import linecache
@@ -207,13 +209,20 @@ def run_on_ranks(page: Page, folder: Path) -> dict[str, Any]:
 
 def main(folder: str, *names: str) -> None:
     """Run the pages and write the report."""
+    for file in sorted(Path(__file__).parent.glob("scenes_*.py")):
+        importlib.import_module(f"tests.docs.{file.stem}")
     sys.path.insert(0, str(EXAMPLES))
     pages = [read_page(name) for name in names]
     is_job = any(page.ranks > 1 for page in pages)
     if is_job:
         mpispeed.init_distributed()
     run = run_on_ranks if is_job else run_in_fork
-    found = {page.name: run(page, Path(folder, str(number))) for number, page in enumerate(pages)}
+    found, used = {}, 0.0
+    for number, page in enumerate(pages):
+        found[page.name] = run(page, Path(folder, str(number)))
+        times = os.times()
+        total = times.children_user + times.children_system
+        found[page.name]["cpu_seconds"], used = round(total - used, 2), total
     if is_first():
         Path(folder, "report.json").write_text(json.dumps(found))
 

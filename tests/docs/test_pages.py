@@ -3,10 +3,12 @@
 Pages of one rank run in forks of one process, pages of several ranks in one job for each number of them.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,8 @@ def test_blocks_run_that_ran():
     assert all(counts[language] >= least for language, least in FEWEST.items()), counts
 
 
-def test_every_scene_is_used():
+def test_scenes_that_pages_name_are_there():
+    for file in Path(__file__).parent.glob("scenes_*.py"):
+        importlib.import_module(f"tests.docs.{file.stem}")
     used = {name for page in PAGES.values() for scene in page.scenes for name in scene.names}
-    assert used <= SCENES.keys()
+    assert used <= SCENES.keys(), f"no scene: {used - SCENES.keys()}"
