@@ -303,3 +303,27 @@ def token_windows(names: Names) -> None:
     names |= {"values": torch.rand(32).numpy(), "begin": 0, "end": 10}
 
 
+
+
+@scene
+def llama(names: Names) -> None:
+    """A small `model` of transformers and `prompts` for it."""
+    from tests.helpers.tiny_models import prompts, tiny_model
+
+    names |= {"model": tiny_model("llama", hidden_size=96, intermediate_size=128), "prompts": prompts()}
+
+
+@scene
+def foreign_files(names: Names) -> None:
+    """`ds_checkpoints` as DeepSpeed leaves them, of one tag; `model.safetensors` of the `model` within another."""
+    from pathlib import Path
+
+    from safetensors.torch import save_file
+
+    from tests.unit.ckpt import foreign_folders
+
+    model(names)
+    foreign_folders.write_grouped(Path("ds_checkpoints"), foreign_folders.Known(), 2)
+    Path("ds_checkpoints", foreign_folders.TAG).rename("ds_checkpoints/global_step500")
+    Path("ds_checkpoints/latest").write_text("global_step500")
+    save_file({f"model.{name}": value for name, value in names["model"].state_dict().items()}, "model.safetensors")
