@@ -72,13 +72,13 @@ def check_python(block: Block) -> Iterator[str]:
 
 
 def as_program(text: str) -> str:
-    """A signature of the reference, `name(a: int, *, b=1) -> int`, becomes a definition; all else stays."""
+    """A signature, `name(a: int, *, b=1) -> int`, becomes a definition; dicts of a sketch lose their three dots."""
     if re.match(r"[\w.]+\(", text):
         try:
             ast.parse(text)
         except SyntaxError:
             return f"def {text.rstrip()}: ...".replace("<factory>", "...")
-    return text
+    return text.replace("{..., ", "{")
 
 
 def _import(block: Block, node: ast.Import | ast.ImportFrom, known: dict[str, Any]) -> Iterator[str]:
@@ -238,12 +238,13 @@ def check_words(words: list[str]) -> None:
     is_job = False
     context = click.Context(command, info_name=OURS, **command.context_settings)
     while True:
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-        if rest and rest[0].startswith("--") and context.ignore_unknown_options and "--" not in words:
-            raise click.NoSuchOption(rest[0])
+        given, rest, _ = command.make_parser(context).parse_args(list(words))
+        script = given.get("script") or ""
+        if script.startswith("-"):  # taken for a script, since options behind one are the script's
+            raise click.NoSuchOption(script)
+        if is_job and script in JOBS:
+            check_words([script, *given["arguments"]])
         if not isinstance(command, click.Group) or not rest:
-            if is_job and rest and rest[0] in JOBS:
-                check_words(rest)
             return
         found = command.get_command(context, rest[0])
         if found is None:
