@@ -239,8 +239,10 @@ def check_words(words: list[str]) -> None:
     context = click.Context(command, info_name=OURS, **command.context_settings)
     while True:
         given, rest, _ = command.make_parser(context).parse_args(list(words))
-        script = given.get("script") or ""
-        if script.startswith("-"):  # taken for a script, since options behind one are the script's
+        script = given.get("script")
+        if isinstance(script, str) and script.startswith(
+            "-"
+        ):  # taken for a script, since options behind one are the script's
             raise click.NoSuchOption(script)
         if is_job and script in JOBS:
             check_words([script, *given["arguments"]])
