@@ -240,9 +240,7 @@ def check_words(words: list[str]) -> None:
     while True:
         given, rest, _ = command.make_parser(context).parse_args(list(words))
         script = given.get("script")
-        if isinstance(script, str) and script.startswith(
-            "-"
-        ):  # taken for a script, since options behind one are the script's
+        if isinstance(script, str) and script.startswith("-"):  # options behind a script are its own
             raise click.NoSuchOption(script)
         if is_job and script in JOBS:
             check_words([script, *given["arguments"]])
