@@ -38,6 +38,7 @@ def mistakes(info, text):
         ("console check", "a && mpispeed run -n 4 \\\n  --np x.py", "--np"),
         ("console needs-slurm", "mpispeed sbatch --nodes 2 generate --modell x", "--modell"),
         ("console check", "mpispeed ckpt show 'a", "page.md"),
+        ("console check", "mpispeed drill kill --nn 2 x.py", "--nn"),
         ("console check", "python docs/examples/train_gtp.py", "no file docs/examples/train_gtp.py"),
         ("console check", "mpispeed run docs/examples/train_gpt.py --stepz 3", "no option --stepz"),
         ("bash check", "if true; then", "page.md:2"),
@@ -61,6 +62,8 @@ def test_what_is_wrong_in_a_block_is_said(info, text, said):
         ("console check", "mpispeed run -n 2 docs/examples/train_gpt.py --steps 3 --deepspeed_config ds.json"),
         ("diff output", "- deepspeed --num_gpus 4 train.py"),
         ("toml check", "[a]\nb = 1"),
+        ("console check", "mpispeed drill kill,exit -n 2 x.py --any thing"),
+        ("console check", "mpispeed run -n 4 ..."),
         ("c check", "#include <hdf5.h>\nint main(void) { return 0; }"),
     ],
 )

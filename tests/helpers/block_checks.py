@@ -224,6 +224,11 @@ def lines_of_shell(block: Block) -> Iterator[tuple[int, str]]:
             kept += "\n"
 
 
+def is_option(word: Any) -> bool:
+    """True for a text that begins as an option; what is not given is no text."""
+    return isinstance(word, str) and word.startswith("-")
+
+
 JOBS = frozenset({"generate", "tune", "data"})
 """Commands that `mpispeed sbatch` takes in place of a script."""
 
@@ -240,7 +245,10 @@ def check_words(words: list[str]) -> None:
     while True:
         given, rest, _ = command.make_parser(context).parse_args(list(words))
         script = given.get("script")
-        if isinstance(script, str) and script.startswith("-"):  # options behind a script are its own
+        if "names" in given and is_option(script):  # of drills: options may stand behind the names, too
+            again, _, _ = command.make_parser(context).parse_args([script, *given["arguments"]])
+            script = again["names"]
+        if is_option(script):
             raise click.NoSuchOption(script)
         if is_job and script in JOBS:
             check_words([script, *given["arguments"]])
