@@ -31,6 +31,9 @@ LIMIT_SECONDS = float(os.environ.get("MPISPEED_DOCS_LIMIT", "240"))
 """Of one page; a page takes a few seconds on an idle core."""
 
 OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "MPISPEED_", "PRTE_")
+IMPORTED_ONCE = ("mpispeed.engine.api", "mpispeed.compression", "mpispeed.flops", "mpispeed.optim", "h5py")
+"""For all forks; none of them joins MPI, which a fork could not use."""
+
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -214,6 +217,8 @@ def main(folder: str, *names: str) -> None:
     sys.path.insert(0, str(EXAMPLES))
     pages = [read_page(name) for name in names]
     is_job = any(page.ranks > 1 for page in pages)
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     if is_job:
         mpispeed.init_distributed()
     run = run_on_ranks if is_job else run_in_fork

@@ -72,13 +72,13 @@ def check_python(block: Block) -> Iterator[str]:
 
 
 def as_program(text: str) -> str:
-    """A signature of the reference, `name(a: int, *, b=1) -> int`, becomes a definition; all else stays."""
+    """A signature, `name(a: int, *, b=1) -> int`, becomes a definition; dicts of a sketch lose their three dots."""
     if re.match(r"[\w.]+\(", text):
         try:
             ast.parse(text)
         except SyntaxError:
             return f"def {text.rstrip()}: ...".replace("<factory>", "...")
-    return text
+    return text.replace("{..., ", "{")
 
 
 def _import(block: Block, node: ast.Import | ast.ImportFrom, known: dict[str, Any]) -> Iterator[str]:
@@ -224,6 +224,11 @@ def lines_of_shell(block: Block) -> Iterator[tuple[int, str]]:
             kept += "\n"
 
 
+def is_option(word: Any) -> bool:
+    """True for a text that begins as an option; what is not given is no text."""
+    return isinstance(word, str) and word.startswith("-")
+
+
 JOBS = frozenset({"generate", "tune", "data"})
 """Commands that `mpispeed sbatch` takes in place of a script."""
 
@@ -238,12 +243,16 @@ def check_words(words: list[str]) -> None:
     is_job = False
     context = click.Context(command, info_name=OURS, **command.context_settings)
     while True:
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-        if rest and rest[0].startswith("--") and context.ignore_unknown_options and "--" not in words:
-            raise click.NoSuchOption(rest[0])
+        given, rest, _ = command.make_parser(context).parse_args(list(words))
+        script = given.get("script")
+        if "names" in given and is_option(script):  # of drills: options may stand behind the names, too
+            again, _, _ = command.make_parser(context).parse_args([script, *given["arguments"]])
+            script = again["names"]
+        if is_option(script):
+            raise click.NoSuchOption(script)
+        if is_job and script in JOBS:
+            check_words([script, *given["arguments"]])
         if not isinstance(command, click.Group) or not rest:
-            if is_job and rest and rest[0] in JOBS:
-                check_words(rest)
             return
         found = command.get_command(context, rest[0])
         if found is None:
