@@ -303,8 +303,6 @@ def token_windows(names: Names) -> None:
     names |= {"values": torch.rand(32).numpy(), "begin": 0, "end": 10}
 
 
-
-
 @scene
 def llama(names: Names) -> None:
     """A small `model` of transformers and `prompts` for it."""

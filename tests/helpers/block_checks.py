@@ -296,5 +296,9 @@ def imported_beside(path: Path) -> Iterator[Path]:
 def known_options(path: Path) -> set[str]:
     """Options that the source of a script names, or modules beside it."""
     files = [path, *imported_beside(path)]
-    named = {name for file in files for name in re.findall(r"[\"'](--[\w-]+)[\"']", file.read_text())}
+    texts = [file.read_text() for file in files]
+    named = {name for text in texts for name in re.findall(r"[\"'](--[\w-]+)[\"']", text)}
+    for text in texts:
+        if 'f"--{' in text:  # options of a table: their names stand there without the two dashes
+            named |= {f"--{name}" for name in re.findall(r"[\"']([\w-]+)[\"']", text)}
     return named | {"--deepspeed_config", "--deepspeed", "--help"}
