@@ -9,7 +9,9 @@ torch is imported once. FOLDER/report.json gets page -> {"ran": how many blocks,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -18,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -31,7 +34,14 @@ LIMIT_SECONDS = float(os.environ.get("MPISPEED_DOCS_LIMIT", "240"))
 """Of one page; a page takes a few seconds on an idle core."""
 
 OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "MPISPEED_", "PRTE_")
-IMPORTED_ONCE = ("mpispeed.engine.api", "mpispeed.compression", "mpispeed.flops", "mpispeed.optim", "h5py")
+IMPORTED_ONCE = (
+    "mpispeed.engine.api",
+    "mpispeed.compression",
+    "mpispeed.flops",
+    "mpispeed.optim",
+    "torch._dynamo",
+    "h5py",
+)
 """For all forks; none of them joins MPI, which a fork could not use."""
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -167,6 +177,20 @@ def run_here(page: Page, folder: Path) -> dict[str, Any]:
     return {"ran": runner.ran, "failed": failed}
 
 
+def end_program() -> None:
+    """End this fork as a program ends, with threads, hooks and MPI, but do not take torch apart, which is a second."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_in_fork(page: Page, folder: Path) -> dict[str, Any]:
     """Run a page in a child of its own, which is ended with its children when it is late."""
     log, result, inside = folder / "log.txt", folder / "result.json", folder / "page"
@@ -180,7 +204,7 @@ def run_in_fork(page: Page, folder: Path) -> dict[str, Any]:
         try:
             result.write_text(json.dumps(run_here(page, inside)))
         finally:
-            sys.exit()  # a program's end: MPI and threads end as they do there
+            end_program()
     until = time.monotonic() + LIMIT_SECONDS
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > until:
@@ -222,6 +246,7 @@ def main(folder: str, *names: str) -> None:
     if is_job:
         mpispeed.init_distributed()
     run = run_on_ranks if is_job else run_in_fork
+    gc.freeze()  # forks do not copy what is there by looking through it
     found, used = {}, 0.0
     for number, page in enumerate(pages):
         found[page.name] = run(page, Path(folder, str(number)))
