@@ -11,7 +11,7 @@ IN_VENV := $(VENV)/bin
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: $(PYTHON) is not on PATH; install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }; \
 	"$(PYTHON)" tools/setup_env.py --venv "$(VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)"
 OLDEST_VENV = $(VENV)-oldest
-OLDEST_TORCH = 2.6.*
+OLDEST_TORCH = 2.8.*
 
 NEWEST_VENV = $(VENV)-newest
 

@@ -3,12 +3,16 @@
     python -m tests.docs.run_pages FOLDER PAGE...                   pages of one rank, each in a fork of this process
     mpirun -n 2 python -m tests.docs.run_pages FOLDER PAGE...       pages of two, one after the other in these ranks
 
-torch is imported once. FOLDER/report.json gets page -> {"ran": how many blocks, "failed": "" or where and why}.
+torch is imported once. FOLDER/report.json gets page -> {"ran": how many blocks, "failed": "" or where and why,
+"cpu_seconds": of forks and commands}.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import importlib
 import io
 import json
 import linecache
@@ -16,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -29,6 +34,16 @@ LIMIT_SECONDS = float(os.environ.get("MPISPEED_DOCS_LIMIT", "240"))
 """Of one page; a page takes a few seconds on an idle core."""
 
 OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "HYDRA_", "MPISPEED_", "PRTE_")
+IMPORTED_ONCE = (
+    "mpispeed.engine.api",
+    "mpispeed.compression",
+    "mpispeed.flops",
+    "mpispeed.optim",
+    "torch._dynamo",
+    "h5py",
+)
+"""For all forks; none of them joins MPI, which a fork could not use."""
+
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -162,6 +177,20 @@ def run_here(page: Page, folder: Path) -> dict[str, Any]:
     return {"ran": runner.ran, "failed": failed}
 
 
+def end_program() -> None:
+    """End this fork as a program ends, with threads, hooks and MPI, but do not take torch apart, which is a second."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_in_fork(page: Page, folder: Path) -> dict[str, Any]:
     """Run a page in a child of its own, which is ended with its children when it is late."""
     log, result, inside = folder / "log.txt", folder / "result.json", folder / "page"
@@ -175,7 +204,7 @@ def run_in_fork(page: Page, folder: Path) -> dict[str, Any]:
         try:
             result.write_text(json.dumps(run_here(page, inside)))
         finally:
-            sys.exit()  # a program's end: MPI and threads end as they do there
+            end_program()
     until = time.monotonic() + LIMIT_SECONDS
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > until:
@@ -207,13 +236,23 @@ def run_on_ranks(page: Page, folder: Path) -> dict[str, Any]:
 
 def main(folder: str, *names: str) -> None:
     """Run the pages and write the report."""
+    for file in sorted(Path(__file__).parent.glob("scenes_*.py")):
+        importlib.import_module(f"tests.docs.{file.stem}")
     sys.path.insert(0, str(EXAMPLES))
     pages = [read_page(name) for name in names]
     is_job = any(page.ranks > 1 for page in pages)
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     if is_job:
         mpispeed.init_distributed()
     run = run_on_ranks if is_job else run_in_fork
-    found = {page.name: run(page, Path(folder, str(number))) for number, page in enumerate(pages)}
+    gc.freeze()  # forks do not copy what is there by looking through it
+    found, used = {}, 0.0
+    for number, page in enumerate(pages):
+        found[page.name] = run(page, Path(folder, str(number)))
+        times = os.times()
+        total = times.children_user + times.children_system
+        found[page.name]["cpu_seconds"], used = round(total - used, 2), total
     if is_first():
         Path(folder, "report.json").write_text(json.dumps(found))
 

@@ -4,7 +4,7 @@ A page names its scenes in a comment at its top, `<!-- scene: model -->`, and ot
 is a function that gets the page's namespace, adds to it, and may write files; the folder is the current one. Every page
 has `torch`, `nn`, `os` and `mpispeed`. Models are of a size that computes in milliseconds.
 
-On several ranks all of them call a scene, in one folder.
+Modules `scenes_*.py` here have more of them. On several ranks all of them call a scene, in one folder.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ class Net(nn.Module):
 
 @scene
 def model(names: Names) -> None:
-    """A `model` whose loss comes from `x` and `y`, a `dataset` of such pairs, a config as `config`, dict and files."""
+    """A `model`, its `loss` of `x` and `y`, a `dataset` of such pairs; `config`, also as files."""
     x = torch.randn(16, 8)
     dataset = torch.utils.data.TensorDataset(x, x.flip(1))
+    net = Net()
     names |= {
-        "model": Net(),
+        "model": net,
+        "loss": net(x[:4], x.flip(1)[:4]),
         "dataset": dataset,
         "data": dataset,
         "x": x[:4],
@@ -155,3 +157,91 @@ def hdf5_files(names: Names) -> None:
     engine.destroy()
     make_store(Path("corpus.h5"), documents=20)
     shutil.copy(Path(ROOT, "docs/examples/read_checkpoint.c"), ".")
+
+
+@scene
+def two_engines(names: Names) -> None:
+    """Engines `a`, which gives an output, and `b`, which gives a loss, of `x`."""
+    model(names)
+    a, *_ = mpispeed.initialize(model=nn.Linear(8, 8), config=CONFIG)
+    b, *_ = mpispeed.initialize(model=Norm(), config={**CONFIG, "zero_optimization": {"stage": 3}})
+    names |= {"a": a, "b": b, "teacher_loss": lambda y: y.abs().mean()}
+
+
+class Norm(nn.Module):
+    """A loss of an input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square of the outputs."""
+        return self.inner(x).square().mean()
+
+
+@scene
+def curriculum(names: Names) -> None:
+    """An engine with a curriculum of a schedule that a function gives."""
+    model(names)
+    section = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 64,
+        "max_difficulty": 2048,
+        "schedule_type": "custom",
+    }
+    config = {**CONFIG, "curriculum_learning": section}
+    made = mpispeed.initialize(model=names["model"], config=config, training_data=names["dataset"])
+    names["engine"] = made[0]
+
+
+@scene
+def pipeline(names: Names) -> None:
+    """An `engine` of a pipeline of one stage, with a curriculum of lengths."""
+    section = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 64,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+    }
+    model = mpispeed.PipelineModule([nn.Linear(8, 8)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    config = {**CONFIG, "curriculum_learning": section}
+    names["engine"] = mpispeed.initialize(model=model, config=config)[0]
+
+
+class LeNet(nn.Sequential):
+    """LeNet-5 for images (batch, 1, 32, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 6, 5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(16, 120, 5),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(120, 84),
+            nn.Tanh(),
+            nn.Linear(84, 10),
+        )
+
+
+class Speaker(nn.Linear):
+    """A layer that can also be asked to generate."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        """Two passes."""
+        return self(self(x))
+
+
+@scene
+def flops(names: Names) -> None:
+    """A `lenet`; a `model` with `generate` for `inputs`, and with a `loss` for a `batch`, at `step` 1."""
+    names |= {"lenet": LeNet(), "model": Speaker(8, 8), "inputs": {"x": torch.ones(2, 8)}}
+    names |= {"batch": torch.ones(4, 8), "step": 1}

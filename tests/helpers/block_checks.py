@@ -19,6 +19,7 @@ import click
 from mpispeed.base.errors import ConfigError
 from mpispeed.cli.main import cli as command_line
 from mpispeed.config import parse
+from mpispeed.tuning.api import read as read_lists
 from tests.helpers.code_blocks import ROOT, Block, words_of
 
 if sys.version_info >= (3, 11):
@@ -71,13 +72,13 @@ def check_python(block: Block) -> Iterator[str]:
 
 
 def as_program(text: str) -> str:
-    """A signature of the reference, `name(a: int, *, b=1) -> int`, becomes a definition; all else stays."""
+    """A signature, `name(a: int, *, b=1) -> int`, becomes a definition; dicts of a sketch lose their three dots."""
     if re.match(r"[\w.]+\(", text):
         try:
             ast.parse(text)
         except SyntaxError:
             return f"def {text.rstrip()}: ...".replace("<factory>", "...")
-    return text
+    return text.replace("{..., ", "{")
 
 
 def _import(block: Block, node: ast.Import | ast.ImportFrom, known: dict[str, Any]) -> Iterator[str]:
@@ -119,6 +120,8 @@ def _look_up(block: Block, node: ast.Attribute, known: dict[str, Any]) -> Iterat
 
 def _check_call(block: Block, node: ast.Call, known: dict[str, Any]) -> Iterator[str]:
     """Keywords of a call are those of the function's signature."""
+    if isinstance(node.func, ast.Name) and node.func.id == "engine":
+        return  # a forward; its arguments are the model's
     called = _resolve(node.func, known)
     if (
         isinstance(node.func, ast.Attribute)
@@ -151,7 +154,10 @@ def check_config(block: Block) -> Iterator[str]:
         settings = json.loads(text)
         if not settings.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu", "elasticity"}:
             text = text.replace("{", '{"train_micro_batch_size_per_gpu": 1, ', 1)
-        parse(text, block.place)
+        if "autotuning" in settings:
+            read_lists(json.loads(text))
+        else:
+            parse(text, block.place)
     except ValueError as error:
         yield f"{block.place}: {error}"
     except ConfigError as error:
@@ -218,6 +224,15 @@ def lines_of_shell(block: Block) -> Iterator[tuple[int, str]]:
             kept += "\n"
 
 
+def is_option(word: Any) -> bool:
+    """True for a text that begins as an option; what is not given is no text."""
+    return isinstance(word, str) and word.startswith("-")
+
+
+JOBS = frozenset({"generate", "tune", "data"})
+"""Commands that `mpispeed sbatch` takes in place of a script."""
+
+
 def check_words(words: list[str]) -> None:
     """Parse the words of a command as far as options go.
 
@@ -225,11 +240,18 @@ def check_words(words: list[str]) -> None:
         click.UsageError: No such command or option, or an option without its value.
     """
     command: click.Command = command_line
+    is_job = False
     context = click.Context(command, info_name=OURS, **command.context_settings)
     while True:
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-        if rest and rest[0].startswith("--") and context.ignore_unknown_options and "--" not in words:
-            raise click.NoSuchOption(rest[0])
+        given, rest, _ = command.make_parser(context).parse_args(list(words))
+        script = given.get("script")
+        if "names" in given and is_option(script):  # of drills: options may stand behind the names, too
+            again, _, _ = command.make_parser(context).parse_args([script, *given["arguments"]])
+            script = again["names"]
+        if is_option(script):
+            raise click.NoSuchOption(script)
+        if is_job and script in JOBS:
+            check_words([script, *given["arguments"]])
         if not isinstance(command, click.Group) or not rest:
             return
         found = command.get_command(context, rest[0])
@@ -237,6 +259,7 @@ def check_words(words: list[str]) -> None:
             message = f"no command {rest[0]!r}"
             raise click.UsageError(message)
         command, words = found, rest[1:]
+        is_job = rest[0] == "sbatch"
         context = click.Context(command, parent=context, info_name=rest[0], **command.context_settings)
 
 
@@ -262,9 +285,20 @@ def options_behind(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if re.match(r"--\w", word)}
 
 
+def imported_beside(path: Path) -> Iterator[Path]:
+    """Modules of the benchmarks and examples that a script imports by their bare names."""
+    for name in re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE):
+        for folder in ("benchmarks", "docs/examples"):
+            yield from (ROOT / folder).rglob(f"{name}.py")
+
+
 @cache
 def known_options(path: Path) -> set[str]:
     """Options that the source of a script names, or modules beside it."""
-    files = [path, *path.parent.glob("*.py"), *path.parent.parent.glob("*.py")]
-    named = {name for file in files for name in re.findall(r"[\"'](--[\w-]+)[\"']", file.read_text())}
+    files = [path, *imported_beside(path)]
+    texts = [file.read_text() for file in files]
+    named = {name for text in texts for name in re.findall(r"[\"'](--[\w-]+)[\"']", text)}
+    for text in texts:
+        if 'f"--{' in text:  # options of a table: their names stand there without the two dashes
+            named |= {f"--{name}" for name in re.findall(r"[\"']([\w-]+)[\"']", text)}
     return named | {"--deepspeed_config", "--deepspeed", "--help"}

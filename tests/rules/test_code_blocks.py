@@ -6,74 +6,7 @@ import pytest
 
 from tests.helpers.code_blocks import Block, commands_of, is_shown, page_names, parse_page, read_page, words_of
 
-NOT_YET: frozenset[str] = frozenset(
-    {
-        "benchmarks/README.md",
-        "docs/design/contracts.md",
-        "docs/guides/autocast.md",
-        "docs/guides/autotuning-trials.md",
-        "docs/guides/autotuning.md",
-        "docs/guides/block-io.md",
-        "docs/guides/checkpoint-stats.md",
-        "docs/guides/checkpoints.md",
-        "docs/guides/comms-logger.md",
-        "docs/guides/compression.md",
-        "docs/guides/cpu-optimizers.md",
-        "docs/guides/curriculum.md",
-        "docs/guides/data-analysis.md",
-        "docs/guides/data-loading.md",
-        "docs/guides/eigenvalues.md",
-        "docs/guides/elasticity.md",
-        "docs/guides/features.md",
-        "docs/guides/flops-profiler.md",
-        "docs/guides/from-deepspeed.md",
-        "docs/guides/fused-optimizers.md",
-        "docs/guides/generate-files.md",
-        "docs/guides/generate.md",
-        "docs/guides/gpu.md",
-        "docs/guides/gradients.md",
-        "docs/guides/hugging-face.md",
-        "docs/guides/import.md",
-        "docs/guides/inference.md",
-        "docs/guides/kernels.md",
-        "docs/guides/layer-drop.md",
-        "docs/guides/lightning.md",
-        "docs/guides/memory.md",
-        "docs/guides/moe.md",
-        "docs/guides/monitors.md",
-        "docs/guides/muon.md",
-        "docs/guides/mup.md",
-        "docs/guides/offload.md",
-        "docs/guides/onebit.md",
-        "docs/guides/pipeline-schedules.md",
-        "docs/guides/pipeline-training.md",
-        "docs/guides/pipeline.md",
-        "docs/guides/random-ltd.md",
-        "docs/guides/reproducibility.md",
-        "docs/guides/run-record.md",
-        "docs/guides/sequences.md",
-        "docs/guides/sparse-attention.md",
-        "docs/guides/state-dtypes.md",
-        "docs/guides/tensor-parallel.md",
-        "docs/guides/testing.md",
-        "docs/guides/tiling.md",
-        "docs/guides/times-and-traces.md",
-        "docs/guides/token-store-building.md",
-        "docs/guides/token-store.md",
-        "docs/guides/torch-distributed.md",
-        "docs/guides/transformer-layer.md",
-        "docs/guides/zero3.md",
-        "docs/hpc/doctor.md",
-        "docs/hpc/faults.md",
-        "docs/hpc/hangs.md",
-        "docs/hpc/launch.md",
-        "docs/hpc/slurm.md",
-        "docs/hpc/walltime.md",
-    }
-)
-"""Pages that are still to be marked."""
-
-PAGES = [name for name in page_names() if name not in NOT_YET]
+PAGES = page_names()
 
 
 def test_every_block_is_marked():
@@ -84,12 +17,6 @@ def test_every_block_is_marked():
         if (mistake := block.mistake())
     ]
     assert not found, "\n".join(found)
-
-
-def test_pages_that_are_still_to_be_marked_are_there():
-    assert set(page_names()) >= NOT_YET
-    done = [name for name in NOT_YET if not any(block.mistake() for block in read_page(name).blocks)]
-    assert not done, f"{done} have all their marks: take them out of the list"
 
 
 def blocks(text: str) -> tuple[Block, ...]:
@@ -159,5 +86,5 @@ def test_three_dots_stand_for_anything(shown, printed, equal):
 
 
 def test_every_page_is_known():
-    assert {"README.md", "docs/index.md"} <= set(PAGES) | NOT_YET
+    assert {"README.md", "docs/index.md"} <= set(PAGES)
     assert all(Path(name).suffix == ".md" for name in page_names())

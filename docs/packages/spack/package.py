@@ -24,7 +24,7 @@ class PyMpispeed(PythonPackage):
     depends_on("py-cython@3.1:3", type="build")
 
     depends_on("python@3.10:", type=("build", "run"))
-    depends_on("py-torch@2.6:", type="run")
+    depends_on("py-torch@2.8:", type="run")
     depends_on("py-mpi4py@4.1:", type="run")
     depends_on("py-numpy@1.26:", type="run")
     depends_on("py-h5py@3.11:", type="run")

@@ -62,7 +62,7 @@ def check_software() -> Iterator[Finding]:
 def _check_torch() -> Iterator[Finding]:
     found, reason = ask(["-c", _TORCH], seconds=SECONDS)
     if not isinstance(found, dict):
-        cure = "install torch 2.6 or newer into the environment of this Python"
+        cure = "install torch 2.8 or newer into the environment of this Python"
         yield Finding(AREA, "torch", Verdict.FAIL, reason, cure)
         return
     yield Finding(AREA, "torch", Verdict.OK, f"{found['version']}, {found['threads']} threads")
