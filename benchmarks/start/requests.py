@@ -2,8 +2,8 @@
 
     python benchmarks/start/requests.py --json benchmarks/results/start-requests.json
 
-Each row is one process of Python that imports what its name says; bytecode is in place. Two thirds of torch's stats come
-from `inspect.getmodule`, which its registration of operators calls and which resolves the paths of all loaded modules.
+Each row is one process of Python that imports what its name says; bytecode is in place. Half of torch's stats come from
+`inspect.getmodule`, which its registration of operators calls and which resolves the paths of all loaded modules.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-import environment
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.helpers.environment_copy import make_environment
 
 PROGRAMS = {
     "nothing": "pass",
@@ -56,7 +58,7 @@ def main() -> None:
     figures = {}
     with tempfile.TemporaryDirectory(prefix="mpispeed-requests-") as own:
         folder = Path(own) / "shared"
-        python = environment.make_environment(folder, folder)
+        python = make_environment(folder, folder)
         trace = Path(own) / "trace"
         print(f"{'a rank that imports':36s}{'opens':>8s}{'of env.':>9s}{'stats':>9s}{'of env.':>9s}")
         for name, code in PROGRAMS.items():

@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MINOR = f"python{sys.version_info.major}.{sys.version_info.minor}"
 STANDARD_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "site-packages"}
+FOR_LAUNCHER = ("click", "mpi4py", "typing_extensions")
+"""Packages that `mpispeed run` and ranks without torch need."""
 
 
 def make_environment(folder: Path, seen_at: Path, packages: Iterable[str] | None = None) -> Path:
@@ -25,7 +27,8 @@ def make_environment(folder: Path, seen_at: Path, packages: Iterable[str] | None
     Args:
         folder: where; has to be empty or missing.
         seen_at: the path at which processes will see the folder; it stands in the environment's settings.
-        packages: names in site-packages to take, None for all; mpispeed is installed in any case.
+        packages: names in site-packages to take, None for all; mpispeed is installed in any case, with bytecode if all
+            are.
 
     Returns:
         The path of the environment's python, below `seen_at`.
@@ -47,7 +50,8 @@ def make_environment(folder: Path, seen_at: Path, packages: Iterable[str] | None
     for name in ("cuda", "slurm"):  # as a wheel has them
         if not (site / "mpispeed" / f"_{name}").exists() and (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, site / "mpispeed" / f"_{name}")
-    compileall.compile_dir(str(env), quiet=2, workers=1)
+    if packages is None:
+        compileall.compile_dir(str(site / "mpispeed"), quiet=2, workers=1)
     return seen_at / "env" / "bin" / "python"
 
 
@@ -67,7 +71,8 @@ def _copy_python(folder: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
 
     def left_out(where: str, names: list[str]) -> set[str]:
-        return STANDARD_LEFT_OUT & set(names) if Path(where) == library else set()
+        static = {name for name in names if name.startswith("config-")}
+        return (STANDARD_LEFT_OUT | static) & set(names) if Path(where) == library else set()
 
     (folder / "bin").mkdir(parents=True)
     _link(os.path.realpath(sys.executable), str(folder / "bin" / MINOR))
@@ -82,7 +87,10 @@ def _copy_packages(site: Path, packages: Iterable[str] | None) -> None:
         ours = found.name.startswith(("__editable__", "mpispeed"))
         if ours or (wanted is not None and found.name.partition("-")[0].partition(".")[0] not in wanted):
             continue
-        (_copy_tree if found.is_dir() else _link)(*((found, site / found.name)))  # type: ignore[arg-type]
+        if found.is_dir():
+            _copy_tree(found, site / found.name)
+        else:
+            _link(str(found), str(site / found.name))
 
 
 def _copy_launchers(env: Path) -> None:
