@@ -97,9 +97,9 @@ def parse(text: str) -> dict[int, Traced]:
     return found
 
 
-def running(processes: dict[int, Traced], word: str) -> list[Traced]:
-    """Processes whose command has this word, and what they started, threads too."""
-    chosen = {pid for pid, process in processes.items() if word in process.command}
+def running(processes: dict[int, Traced], program: object, word: str) -> list[Traced]:
+    """Processes of a program, by its path or a folder above it, with a word among its arguments; and their threads."""
+    chosen = {pid for pid, one in processes.items() if one.command.startswith(f'("{program}') and word in one.command}
     grown = True
     while grown:
         more = {pid for pid, process in processes.items() if process.parent in chosen and pid not in chosen}
