@@ -13,7 +13,8 @@ import mpispeed
 comm = MPI.COMM_WORLD
 places = comm.gather([sys.executable, mpispeed.__file__, os.environ.get("MPISPEED_STAGED"), os.getpid()])
 if places is not None:
-    print(json.dumps(places), flush=True)
+    sys.stdout.write(json.dumps(places) + "\n")
+    sys.stdout.flush()
 comm.Barrier()
 if len(sys.argv) > 1:
     if comm.rank == 0:

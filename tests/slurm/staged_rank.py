@@ -13,7 +13,8 @@ import mpispeed
 comm = MPI.COMM_WORLD
 places = comm.gather([os.uname().nodename, sys.executable, mpispeed.__file__, os.environ.get("MPISPEED_STAGED")])
 if places is not None:
-    print(json.dumps(places), flush=True)
+    sys.stdout.write(json.dumps(places) + "\n")
+    sys.stdout.flush()
 comm.Barrier()
 while len(sys.argv) > 1 and not Path(sys.argv[1]).exists():
     time.sleep(0.05)
