@@ -5,8 +5,8 @@
 
 Start it without mpirun. The environment of this Python is shown at another place by FUSE, where each request of
 metadata takes 5 ms (`slow_folder.c`), and jobs start from there: from `mpispeed run` to the moment at which all ranks
-have imported torch and mpispeed and have met. With `--cache 0` the kernel asks for each part of each path again, which is
-more than a network file system does to the names it has leases on; with 1 it remembers them for a second, as NFS does
+have imported torch and mpispeed and have met. With `--cache 0` the kernel asks for each part of each path again, which
+is more than a network file system does to names it has leases on; with 1 it remembers them for a second, as NFS does
 for three. The time of a start is cut into what the launcher takes until the first rank begins (with the environment
 staged this has the unpacking, which is shown apart), and into what ranks take, of which the processor has its part.
 Reads of data are not slowed. The archive is packed once, before; on this machine it lies outside of the slow folder, as
