@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "mpispeed"
 PIPELINE = ("pipe/", "cli/plan_schedule.py")
+# To stage an environment is to copy it to the nodes of a job.
+COPIES = ("staging/",)
 # delegation.py is the table of getters by which users of DeepSpeed ask for their stage; a search tries stages.
-DECIDE = (*PIPELINE, "config/", "plan/", "engine/delegation.py", "tuning/")
+DECIDE = (*PIPELINE, *COPIES, "config/", "plan/", "engine/delegation.py", "tuning/")
 # ckpt/foreign reads files of DeepSpeed, which have the word in names of classes and entries.
 SHOW = (*DECIDE, "engine/", "compat/", "cli/", "ckpt/foreign/", "lightning.py")
 # Those of a pipeline: stages, num_stages, stage_id, is_first_stage, is_last_stage, StageError.

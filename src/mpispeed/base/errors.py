@@ -126,3 +126,7 @@ class ElasticityConfigError(ElasticityError):
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
     """The number of ranks is none that the section `elasticity` allows."""
+
+
+class StagingError(MpispeedError, RuntimeError):
+    """An environment cannot be packed, or unpacked on a node, or its folder is not to be trusted."""

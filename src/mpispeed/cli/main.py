@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": ("mpispeed.cli.generate", "generate", "Answer the prompts of a file with a model, on all ranks."),
     "env": ("mpispeed.cli.env", "env", "Variables of torch.distributed for a rank of srun or mpirun."),
     "sbatch": ("mpispeed.cli.sbatch", "sbatch", "Fill a batch script from a config and a plan, check it, submit it."),
+    "stage": ("mpispeed.cli.stage", "stage", "Pack the environment into one file for the nodes of a job."),
     "scale": ("mpispeed.cli.scale", "scale", "Measure strong or weak scaling: table, CSV and picture."),
     "config": ("mpispeed.cli.config", "config", "Check and explain configuration files."),
     "elastic": ("mpispeed.cli.elastic", "elastic", "Show batch sizes and the numbers of ranks they divide among."),

@@ -17,6 +17,8 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.units import format_bytes
 from mpispeed.cli.deepspeed_options import saved_pid
 from mpispeed.cli.run_options import program_of, wishes_of, with_options
+from mpispeed.cli.run_staged import maybe_staged
+from mpispeed.launch.options import Wishes
 
 __all__ = ["run"]
 
@@ -41,13 +43,20 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
 
     The exit code is that of the job. Inside a SLURM allocation srun starts the ranks, elsewhere mpirun does.
     """
-    from mpispeed.launch import plan_launch, run_launch
-    from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
-
     arguments = _tuned(chosen, script, arguments)
     chosen["torch_env"] = chosen["torch_env"] or chosen["as_deepspeed"]
     program = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
+    with maybe_staged(chosen, program, wishes) as (program, wishes):
+        code = _start(chosen, program, wishes, arguments)
+    ctx.exit(code)
+
+
+def _start(chosen: dict[str, Any], program: Sequence[str], wishes: Wishes, arguments: tuple[str, ...]) -> int:
+    """Start the job, wait for its end, and explain it; return its exit code."""
+    from mpispeed.launch import plan_launch, run_launch
+    from mpispeed.watchdog.report import INTERRUPTED, WATCHING, wait_for_watchers  # not needed for --help
+
     ranks = None if wishes.hosts else chosen["ranks"]
     if chosen["elastic"]:
         from mpispeed.cli.run_elastic import supervisor_of
@@ -58,7 +67,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
         launch = plan_launch(program, ranks, mpi=chosen["mpi"], is_debug=chosen["debug"], wishes=wishes)
     if chosen["dry_run"]:
         click.echo(launch.describe())
-        return
+        return 0
     if "MPISPEED_RUN_DIR" in wishes.variables:
         _make_folder(Path(wishes.variables["MPISPEED_RUN_DIR"]))
     with saved_pid(chosen["save_pid"]), tempfile.TemporaryDirectory(prefix="mpispeed-run-") as folder:
@@ -80,7 +89,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
         if not said.exists():
             _explain(code, is_hydra=launch.is_hydra)
     _merge_logs(wishes.variables.get("MPISPEED_RUN_DIR") or os.environ.get("MPISPEED_RUN_DIR", ""))
-    ctx.exit(code)
+    return code
 
 
 def _tuned(chosen: dict[str, Any], script: str, arguments: tuple[str, ...]) -> tuple[str, ...]:

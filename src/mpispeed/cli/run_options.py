@@ -86,6 +86,13 @@ _RANKS = (
     click.option("--as-deepspeed", "--as_deepspeed", is_flag=True,
                  help="`import deepspeed` finds the names of mpispeed, in SCRIPT and in libraries; with --torch-env."),
 )  # fmt: skip
+_STAGING = (
+    click.option("--stage-env", is_flag=True,
+                 help="Unpack the environment on each node, and start the ranks from there: one file is read per job."),
+    click.option("--stage-dir", metavar="FOLDER", envvar="MPISPEED_STAGE_DIR",
+                 help="With --stage-env: folder of each node to unpack to; by default the first of TMPDIR, /tmp and "
+                 "/dev/shm with room."),
+)  # fmt: skip
 _ELASTIC = (
     click.option("--elastic", "--elastic_training", is_flag=True,
                  help="Start a job that died again, on the hosts that answer."),
@@ -102,7 +109,7 @@ _ELASTIC = (
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add all options, in the order in which help shows them."""
-    for option in reversed((*_PLACES, *_LAUNCHER, *deepspeed_options.OPTIONS, *_RANKS, *_ELASTIC)):
+    for option in reversed((*_PLACES, *_LAUNCHER, *deepspeed_options.OPTIONS, *_RANKS, *_STAGING, *_ELASTIC)):
         command = option(command)
     return command
 

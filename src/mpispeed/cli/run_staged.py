@@ -1,0 +1,58 @@
+"""`mpispeed run --stage-env`: the ranks start from a copy of the environment on their node."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from mpispeed.base.errors import ConfigError
+from mpispeed.launch.options import Wishes
+
+
+@contextmanager
+def maybe_staged(
+    chosen: Mapping[str, Any], program: Sequence[str], wishes: Wishes
+) -> Iterator[tuple[Sequence[str], Wishes]]:
+    """The program and the wishes of a start, with --stage-env from the folder that it was unpacked to meanwhile.
+
+    Raises:
+        ConfigError: options exclude each other.
+        StagingError: the environment cannot be packed, or not be unpacked on a node.
+    """
+    if not chosen["stage_env"]:
+        yield program, wishes
+        return
+    from mpispeed.launch.staged import ended_by_exit, job_number, reach_of
+    from mpispeed.staging.pack import pack
+    from mpispeed.staging.spread import staged
+
+    if chosen["elastic"]:
+        msg = "--stage-env and --elastic exclude each other: a restart may be on other hosts; give one of them"
+        raise ConfigError(msg)
+    ranks = None if wishes.hosts else chosen["ranks"]
+    reach = reach_of(wishes, ranks, chosen["mpi"], os.environ)
+    if chosen["dry_run"]:
+        click.echo("mpispeed: the environment is staged first, and the ranks start from its copy", err=True)
+        yield program, wishes
+        return
+    with ended_by_exit():
+        began = time.monotonic()
+        archive = pack()
+        packed = time.monotonic()
+        with staged(reach, archive, job_number(os.environ), chosen["stage_dir"] or "") as found:
+            _say(f"the environment is in {found.folder}: packed in {packed - began:.1f} s, "
+                 f"unpacked in {time.monotonic() - packed:.1f} s")  # fmt: skip
+            variables = {**wishes.variables, **found.variables({**os.environ, **wishes.variables})}
+            words = [found.python if word == sys.executable else word for word in program]
+            yield words, replace(wishes, variables=variables)
+
+
+def _say(text: str) -> None:
+    click.echo(f"mpispeed: {text}", err=True)

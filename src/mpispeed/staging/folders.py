@@ -1,0 +1,149 @@
+"""Folders of staged environments on a node: made for one user alone, locked while in use, removed afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mpispeed.base.errors import StagingError
+
+PREFIX = "mpispeed-env-"
+"""Beginning of the names of folders: PREFIX, number of the user, number of the job, eight random letters."""
+
+GRACE_SECONDS = 600.0
+"""Age up to which a folder without a lock is left alone: its job may be between two of its steps."""
+
+_DAY_SECONDS = 86400.0
+_NAME = re.compile(PREFIX + r"(\d+)-([A-Za-z0-9_.]+)-([a-z0-9]{8})")
+
+
+def job_of(name: str) -> str:
+    """The number of the job in the name of a folder.
+
+    Raises:
+        StagingError: it is no such name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] != str(os.geteuid()):
+        msg = f"{name!r} is no folder of an environment of user {os.geteuid()} ({PREFIX}USER-JOB-LETTERS)"
+        raise StagingError(msg)
+    return match[2]
+
+
+def name_for(job: str) -> str:
+    """A new name for the folders of a job, the same on all of its nodes."""
+    word = re.sub(r"[^A-Za-z0-9_.]", "_", job) or "0"
+    return f"{PREFIX}{os.geteuid()}-{word}-{secrets.token_hex(4)}"
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of a job, with its lock.
+
+    Raises:
+        StagingError: there is something of that name.
+    """
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        msg = f"{path} cannot be made: {error.strerror}"
+        raise StagingError(msg) from None
+    os.close(os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def check_folder(path: Path) -> None:
+    """Refuse what is not a folder of this user alone, made by us.
+
+    Raises:
+        StagingError: with the reason.
+    """
+    job_of(path.name)
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        msg = f"{path}: {error.strerror}"
+        raise StagingError(msg) from None
+    if not stat.S_ISDIR(status.st_mode):
+        msg = f"{path} is no folder but a link or a file, which somebody has put there"
+        raise StagingError(msg)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        msg = f"{path} belongs to user {status.st_uid} (mode {status.st_mode & 0o777:o}), not to us alone"
+        raise StagingError(msg)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, is_exclusive: bool = False) -> Iterator[bool]:
+    """Hold the lock of a folder; False if others hold it."""
+    file = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(file)
+
+
+def remove(path: Path) -> None:
+    """Remove the folder of a job; nothing happens if it is gone.
+
+    Raises:
+        StagingError: it is not ours, or cannot be removed.
+    """
+    if not os.path.lexists(path):
+        return
+    check_folder(path)
+    for _ in range(3):  # a process that is about to end may still write bytecode
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
+            return
+        time.sleep(0.2)
+    msg = f"{path} cannot be removed; remove it yourself"
+    raise StagingError(msg)
+
+
+def left_over(places: Sequence[Path], job: str = "") -> Iterator[Path]:
+    """Folders of this user that no process uses and whose job is over; those of `job` itself by their age only."""
+    for place in places:
+        try:
+            names = sorted(path.name for path in place.iterdir())
+        except OSError:
+            continue
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None or match[1] != str(os.geteuid()):
+                continue
+            with contextlib.suppress(StagingError, OSError):
+                check_folder(place / name)
+                if _is_over(place / name, match[2], job):
+                    yield place / name
+
+
+def _is_over(path: Path, job: str, own: str) -> bool:
+    if not (path / "lock").exists():
+        return time.time() - path.stat().st_mtime > GRACE_SECONDS
+    with locked(path, is_exclusive=True) as is_free:
+        age = time.time() - (path / "lock").stat().st_mtime
+        if not is_free or age < GRACE_SECONDS:
+            return False
+    return not job.isdigit() or job == own or _has_ended(job, age)
+
+
+def _has_ended(job: str, age_seconds: float) -> bool:
+    """True if SLURM says that a job is over; without an answer, after a day without a lock."""
+    words = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return age_seconds > _DAY_SECONDS
+    if said.returncode:
+        return "invalid job id" in said.stderr.lower() or age_seconds > _DAY_SECONDS
+    return said.stdout.split()[:1] in ([], ["COMPLETED"], ["FAILED"], ["CANCELLED"], ["TIMEOUT"], ["NODE_FAIL"])

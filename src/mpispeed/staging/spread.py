@@ -1,0 +1,242 @@
+"""Gets an archive to the nodes of a job, and removes it there: by this process, by SLURM, or by a job of MPI.
+
+The nodes do the work by themselves (`unpack`); here is who tells them. All nodes unpack to the same path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mpispeed.base.errors import StagingError
+from mpispeed.staging import unpack
+from mpispeed.staging.folders import name_for
+from mpispeed.staging.pack import Archive
+
+STAGED = "MPISPEED_STAGED"
+"""Variable of ranks: the folder that their Python was unpacked to."""
+
+_UNPACK = (sys.executable, "-I", "-S", str(Path(unpack.__file__).resolve()))
+_BROADCAST = str(Path(__file__).resolve().with_name("broadcast.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """An environment on the nodes of a job: an archive, and the folder it was unpacked to."""
+
+    folder: Path
+    archive: Archive
+
+    @property
+    def python(self) -> str:
+        """The interpreter, on every node."""
+        return str(self.folder / self.archive.python)
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables for processes that start from there; programs of the environment are found there first."""
+        found = {STAGED: str(self.folder), "PYTHONNOUSERSITE": "1"}
+        found["PATH"] = _in_front(Path(self.python).parent, environ.get("PATH", ""))
+        if self.archive.libraries:
+            found["LD_LIBRARY_PATH"] = _in_front(
+                self.folder / self.archive.libraries, environ.get("LD_LIBRARY_PATH", "")
+            )
+        if "VIRTUAL_ENV" in environ:
+            found["VIRTUAL_ENV"] = str(Path(self.python).parents[1])
+        return found
+
+
+def _in_front(folder: Path, path: str) -> str:
+    return os.pathsep.join([str(folder), *([path] if path else [])])
+
+
+class Reach(Protocol):
+    """A way to the nodes of a job."""
+
+    def stage(self, archive: Archive, name: str, place: str) -> Path:
+        """Unpack the archive to a folder `name` on every node; return its path, the same everywhere.
+
+        Raises:
+            StagingError: a node cannot, and then none has the folder.
+        """
+
+    def end(self, folder: Path) -> None:
+        """Remove the folder on every node.
+
+        Raises:
+            StagingError: a node cannot.
+        """
+
+
+@contextmanager
+def staged(reach: Reach, archive: Archive, job: str, place: str = "") -> Iterator[Staged]:
+    """The environment on the nodes, removed at the end.
+
+    Args:
+        reach: the way to them.
+        archive: to unpack there.
+        job: number of the job, for the name of the folder.
+        place: folder of the nodes to unpack to, instead of the first with room.
+
+    Raises:
+        StagingError: a node cannot unpack it.
+    """
+    folder = reach.stage(archive, name_for(job), place)
+    try:
+        yield Staged(folder, archive)
+    finally:
+        reach.end(folder)
+
+
+def _begin_words(archive: Archive, name: str, place: str, *, has_copy: bool) -> list[str]:
+    room = archive.room + (archive.size if has_copy else 0)
+    words = ["begin", "--name", name, "--bytes", str(room), "--inodes", str(archive.inodes + has_copy)]
+    return [*words, *(["--place", place] if place else [])]
+
+
+def _unpack_words(archive: Path, seal: str, folder: Path) -> list[str]:
+    return ["unpack", "--archive", str(archive), "--seal", seal, "--folder", str(folder)]
+
+
+def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end, and return what it prints; a signal to us ends it.
+
+    Raises:
+        StagingError: it failed, with what it said.
+    """
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=None if environ is None else {**os.environ, **environ},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        said = _first_reason(err) or f"{words[0]} ended with exit code {process.returncode}"
+        msg = f"the environment is not staged: {said}"
+        raise StagingError(msg)
+    return out
+
+
+def _first_reason(text: str) -> str:
+    """The first line of the nodes themselves; without one, the first of the launcher."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:", "sbcast:"))]
+    return next(iter(own or lines), "")
+
+
+@dataclass(slots=True)
+class Here:
+    """This node alone: the archive is read where it is."""
+
+    def stage(self, archive: Archive, name: str, place: str) -> Path:
+        """See `Reach`."""
+        made = run_words([*_UNPACK, *_begin_words(archive, name, place, has_copy=False)])
+        folder = Path(made.rstrip("\n").split("\t")[1])
+        try:
+            run_words([*_UNPACK, *_unpack_words(archive.path, archive.seal, folder)])
+        except BaseException:
+            unpack.end(folder)
+            raise
+        return folder
+
+    def end(self, folder: Path) -> None:
+        """See `Reach`."""
+        unpack.end(folder)
+
+
+@dataclass(slots=True)
+class SlurmSteps:
+    """The nodes of an allocation, by steps of one task each; sbcast sends the archive from node to node.
+
+    Attributes:
+        nodes: their number.
+        flags: of srun, such as those that choose some nodes.
+        has_all: True if the nodes are all of the job, which is what sbcast sends to.
+    """
+
+    nodes: int
+    flags: Sequence[str] = ()
+    has_all: bool = True
+
+    def _run(self, words: Sequence[str]) -> list[str]:
+        step = ["srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--mpi=none"]
+        step += ["--overlap", "--export=ALL", "--kill-on-bad-exit=0", *self.flags]
+        return run_words([*step, *_UNPACK, *words]).splitlines()
+
+    def stage(self, archive: Archive, name: str, place: str) -> Path:
+        """See `Reach`."""
+        sends = self.has_all and self.nodes > 1 and shutil.which("sbcast") is not None
+        try:
+            folder = common_place(self._run(_begin_words(archive, name, place, has_copy=sends)), self.nodes)
+            source = archive.path
+            if sends:
+                source = folder / "archive.tar"
+                run_words(["sbcast", str(archive.path), str(source)])
+            self._run([*_unpack_words(source, archive.seal, folder), *(["--consume"] if sends else [])])
+        except BaseException:
+            self.remove_all(name, place)
+            raise
+        return folder
+
+    def remove_all(self, name: str, place: str) -> None:
+        """Remove what a failed start has made, on every node that answers."""
+        self.end(Path(place or "/tmp") / name)
+
+    def end(self, folder: Path) -> None:
+        """See `Reach`."""
+        self._run(["end", "--folder", str(folder)])
+
+
+def common_place(lines: Sequence[str], nodes: int) -> Path:
+    """The folder that all nodes have made, from what each has printed.
+
+    Raises:
+        StagingError: there is none, or a node is missing.
+    """
+    answers = {words[0]: words[1:] for words in (line.split("\t") for line in lines) if len(words) > 1}
+    if len(answers) != nodes:
+        msg = f"{len(answers)} of {nodes} nodes have answered ({', '.join(sorted(answers))}); the others have no place"
+        raise StagingError(msg)
+    first, *others = answers.values()
+    for folder in first:
+        if all(folder in other for other in others):
+            return Path(folder)
+    found = "; ".join(f"{host}: {', '.join(folders)}" for host, folders in sorted(answers.items()))
+    msg = f"the nodes have no place in common ({found}); name one that all have in MPISPEED_STAGE_DIR"
+    raise StagingError(msg)
+
+
+@dataclass(slots=True)
+class MpiJob:
+    """Hosts of an mpirun, by a job of one rank each that sends the archive through MPI.
+
+    Attributes:
+        start: gives the command line and the variables that start a program so.
+    """
+
+    start: Callable[[Sequence[str]], tuple[Sequence[str], Mapping[str, str]]]
+    _packages: Sequence[str] = field(default_factory=lambda: [path for path in sys.path if path])
+
+    def _run(self, words: Sequence[str]) -> str:
+        paths = os.pathsep.join(self._packages)
+        argv, environ = self.start([sys.executable, "-I", "-S", _BROADCAST, paths, *words])
+        return run_words(argv, environ)
+
+    def stage(self, archive: Archive, name: str, place: str) -> Path:
+        """See `Reach`."""
+        words = ["stage", str(archive.path), archive.seal, *_begin_words(archive, name, place, has_copy=True)[1:]]
+        return Path(self._run(words).split("\t")[1].strip())
+
+    def end(self, folder: Path) -> None:
+        """See `Reach`."""
+        self._run(["end", str(folder)])
