@@ -35,3 +35,4 @@ srun_pid="" signalled=""
 pass_on() { [ -z "$$srun_pid" ] || kill -USR1 "$$srun_pid" 2>/dev/null || :; }
 trap 'signalled=1; pass_on' USR1
 trap 'signalled=1; $forward' TERM
+$environment

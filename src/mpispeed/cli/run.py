@@ -45,7 +45,7 @@ def run(ctx: click.Context, script: str, arguments: tuple[str, ...], **chosen: A
     """
     arguments = _tuned(chosen, script, arguments)
     chosen["torch_env"] = chosen["torch_env"] or chosen["as_deepspeed"]
-    program = program_of(chosen, script, arguments)
+    program: Sequence[str] = program_of(chosen, script, arguments)
     wishes = wishes_of(chosen, os.environ)
     with maybe_staged(chosen, program, wishes) as (program, wishes):
         code = _start(chosen, program, wishes, arguments)

@@ -20,7 +20,7 @@ from mpispeed.drill.faults import parse_faults
 from mpispeed.launch import hosts as hosts_of
 from mpispeed.launch.hosts import Choice, Host
 from mpispeed.launch.options import Wishes, parse_binding
-from mpispeed.launch.program import WITHOUT_FOLDER, runner
+from mpispeed.launch.program import runner, without_folder
 from mpispeed.launch.srun import is_inside_allocation
 from mpispeed.launch.torch_env import TORCH_ENV
 from mpispeed.tuning.words import config_of
@@ -38,7 +38,7 @@ _LAUNCHERS = {
 
 def wrapper_flags(version: tuple[int, ...] = sys.version_info[:2]) -> list[str]:
     """Python's flags for the command `mpispeed`, likewise."""
-    return ["-P", "-m", "mpispeed"] if version >= (3, 11) else ["-c", WITHOUT_FOLDER.format("mpispeed.cli.main")]
+    return without_folder("mpispeed", "mpispeed.cli.main", version)
 
 
 def launcher_of(_ctx: click.Context, _parameter: click.Parameter, text: str) -> str:

@@ -62,6 +62,8 @@ _UNKNOWN = 1 << 60
     help="USR1 so long before the limit; default: 120, less in short jobs, where the config saves at USR1; else none.",
 )
 @click.option("--flag", "flags", multiple=True, metavar="--NAME=VALUE", help="Further flag of sbatch; repeatable.")
+@click.option("--stage-env", is_flag=True, help="Unpack the environment on each node; the ranks start from there.")
+@click.option("--stage-dir", default="", metavar="FOLDER", help="With --stage-env: folder of each node to unpack to.")
 @click.option("--config", type=click.Path(), help="Checked, planned, and given to SCRIPT as --deepspeed_config.")
 @click.option("--ranks-per-model", type=click.IntRange(min=1),
               help="Ranks that share each model, where the script decides it, not the config.")  # fmt: skip
@@ -183,6 +185,7 @@ def _request(words: Sequence[str], config: Any, site: Site, asked: dict[str, Any
         asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"], asked["mem"], asked["time_limit"],
         asked["partition"], asked["account"], asked["qos"], asked["array"], asked["image"], requeues, seconds,
         asked["flags"], asked["python"] or ("python3" if asked["image"] else sys.executable), saves_at_signal,
+        asked["stage_env"], asked["stage_dir"],
     )  # fmt: skip
 
 

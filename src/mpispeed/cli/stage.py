@@ -28,13 +28,18 @@ def stage() -> None:
 
 @stage.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder; by default one in the environment.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out such paths, as in venv/*/torch/include/*.")
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out such paths, as in venv/*/torch/include/*; kept for later packs.",
+)
 @click.option("--again", is_flag=True, help="Pack anew, also if the environment seems to be the same.")
 def pack(output: Path | None, exclude: tuple[str, ...], *, again: bool) -> None:
     """Pack the environment of this Python, unless its archive is there already."""
     from mpispeed.staging.pack import pack as packed
 
-    _show(packed(output, again=again, exclude=exclude))
+    _show(packed(output, again=again, exclude=exclude or None))
 
 
 @stage.command()

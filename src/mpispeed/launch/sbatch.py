@@ -15,6 +15,7 @@ from string import Template
 from mpispeed.base import assets
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch.mpirun import Family, find_mpirun
+from mpispeed.launch.program import without_folder
 from mpispeed.launch.sites import Site, seconds_of
 from mpispeed.launch.submit import Partition
 
@@ -44,6 +45,7 @@ class Request:
         image: of a container.
         requeues: an interrupted run is requeued.
         signal_seconds: how long before the limit USR1 is sent; 0 for a script that would die of it.
+        is_staged: the ranks start from a copy of the environment on their node; `staged_place` is where, "" for any.
         saves_at_signal: the ranks save at USR1, and get it for a TERM that comes to the batch shell.
         flags: further flags of sbatch.
     """
@@ -69,6 +71,8 @@ class Request:
     flags: Sequence[str] = ()
     python: str = sys.executable
     saves_at_signal: bool = False
+    is_staged: bool = False
+    staged_place: str = ""
 
 
 def choose_template(request: Request) -> str:
@@ -165,12 +169,30 @@ def values_of(request: Request, site: Site, partition: Partition) -> dict[str, s
         "setup": "\n".join(site.shell_lines) or ":",
         "mpi_plugin": site.mpi_plugin or default_plugin(),
         "srun_flags": "".join(f" {shlex.quote(flag)}" for flag in site.srun_flags),
-        "python": shlex.quote(request.python),
+        "environment": _staging(request),
+        "python": '"$staged_python"' if request.is_staged else shlex.quote(request.python),
         "arguments": shlex.join(request.words),
         "image": shlex.quote(request.image),
         "container_command": shlex.quote(site.container_command),
         "container_flags": "".join(f" {shlex.quote(flag)}" for flag in site.container_flags),
     }
+
+
+def _staging(request: Request) -> str:
+    """Lines that copy the environment to the nodes; empty if the ranks start from where it is.
+
+    Raises:
+        UsageError: the ranks are in a container.
+    """
+    if not request.is_staged:
+        return ""
+    if request.image:
+        msg = f"--stage-env: the image {request.image} has the environment in one file already; leave the option out"
+        raise UsageError(msg)
+    place = f" --stage-dir {shlex.quote(request.staged_place)}" if request.staged_place else ""
+    words = shlex.join([request.python, *without_folder("mpispeed", "mpispeed.cli.main"), "stage"])
+    part = (assets.folder("slurm") / "parts" / "staging.sh").read_text().rstrip("\n")
+    return Template(part).substitute(staging_command=words, staging_options=place)
 
 
 def _cores(request: Request, site: Site, partition: Partition, ranks: int) -> int:
@@ -259,8 +281,12 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     Raises:
         UsageError: the template has names that nothing is known for, or a dollar sign that is no name.
     """
+    text = read_template(template)
+    if values.get("environment") and "$environment" not in text:
+        msg = f"--stage-env: the template {template} has neither $prepare nor $environment, where that would be done"
+        raise UsageError(msg)
     try:
-        return Template(read_template(template)).substitute(values)
+        return Template(text).substitute(values)
     except KeyError as error:
         msg = f"the template {template} has ${error.args[0]}; known are {', '.join(sorted(values))} ($$ is a plain $)"
         raise UsageError(msg) from error

@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an archive holds: facts for the launcher, folders, and files in the order of their offsets."""
+    """List of what is in an archive: facts for the launcher, folders, and files in the order of their offsets."""
 
     facts: dict[str, Any]
     folders: tuple[str, ...]

@@ -1,9 +1,9 @@
 """A job of MPI that sends an archive to every node and unpacks it there; runs by itself, one rank of a node is enough.
 
-    python -I -S broadcast.py PATHS stage ARCHIVE SEAL --name NAME --bytes N --inodes N [--place FOLDER]
-    python -I -S broadcast.py PATHS end FOLDER
+    python -I broadcast.py stage ARCHIVE SEAL --name NAME --bytes N --inodes N [--place FOLDER]
+    python -I broadcast.py end FOLDER
 
-PATHS are the folders of packages, for mpi4py. Rank 0 reads the archive once. Whatever fails on a node, all go on to the
+Rank 0 reads the archive once. Whatever fails on a node, all go on to the
 next point where they meet, and leave together: rank 0 with code 1 and a sentence for every node that failed.
 """
 
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # started by its path, without site-packages
-    sys.path += [str(Path(__file__).resolve().parents[2]), *sys.argv[1].split(os.pathsep)]
+if not __package__:  # started by its path
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
 from mpi4py import MPI
 
 from mpispeed.base.errors import StagingError
@@ -27,12 +27,12 @@ from mpispeed.staging import unpack
 from mpispeed.staging.spread import common_place
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from mpi4py.MPI import Comm
 
 CHUNK_BYTES = 16 << 20
 
 
-def _leaders() -> Intracomm | None:
+def _leaders() -> Comm | None:
     """One rank of every node, that of rank 0 first; None on the others."""
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
@@ -40,7 +40,7 @@ def _leaders() -> Intracomm | None:
     return None if leaders == MPI.COMM_NULL else leaders
 
 
-def _meet(leaders: Intracomm, problem: str) -> str:
+def _meet(leaders: Comm, problem: str) -> str:
     """What went wrong on any node, the same on all; each problem once."""
     host = socket.gethostname()
     problems = [text for text in leaders.allgather(problem and f"{host}: {problem}") if text]
@@ -49,7 +49,7 @@ def _meet(leaders: Intracomm, problem: str) -> str:
     return "\n".join(problems)
 
 
-def stage(leaders: Intracomm, archive: Path, seal: str, begin_words: Sequence[str]) -> tuple[str, Path | None]:
+def stage(leaders: Comm, archive: Path, seal: str, begin_words: Sequence[str]) -> tuple[str, Path | None]:
     """Send and unpack the archive; return what went wrong, and the folder.
 
     Collective over: the leaders.
@@ -78,7 +78,7 @@ def stage(leaders: Intracomm, archive: Path, seal: str, begin_words: Sequence[st
     return failed, folder
 
 
-def _sent(leaders: Intracomm, archive: Path, copy: Path) -> str:
+def _sent(leaders: Comm, archive: Path, copy: Path) -> str:
     """Send the archive from the first leader to files of all; return what went wrong here.
 
     Collective over: the leaders, to the end, also where a node can write no more.
@@ -117,12 +117,12 @@ def _unpacked(copy: Path, seal: str, folder: Path) -> str:
     words += ["--seal", seal, "--folder", str(folder), "--consume"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     said = done.stderr.strip() or f"unpack.py ended with exit code {done.returncode}"
-    return said.partition(": ")[2] if done.returncode else ""
+    return said.removeprefix(unpack.SAID).partition(": ")[2] if done.returncode else ""
 
 
 def main() -> int:
     """Entry point of every rank: 0, or 1 on rank 0 after a sentence on stderr."""
-    command, *words = sys.argv[2:]
+    command, *words = sys.argv[1:]
     leaders = _leaders()
     if leaders is None:
         return 0
@@ -139,7 +139,7 @@ def main() -> int:
     if leaders.Get_rank():
         return 0
     if failed:
-        sys.stderr.write(f"{failed}\n")
+        sys.stderr.write("".join(f"{unpack.SAID}{line}\n" for line in failed.splitlines()))
         return 1
     sys.stdout.write(f"{socket.gethostname()}\t{folder}\n")
     return 0

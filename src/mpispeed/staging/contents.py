@@ -40,7 +40,7 @@ class File:
 
 @dataclass(slots=True)
 class Contents:
-    """What an archive is to hold.
+    """List of what an archive is to hold.
 
     Attributes:
         python: path of the interpreter in the archive.

@@ -52,6 +52,7 @@ class Archive:
         inodes: files and folders.
         files: files.
         source: the prefix of the environment.
+        exclude: patterns of paths that were left out.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Archive:
     inodes: int
     files: int
     source: str
+    exclude: tuple[str, ...] = ()
 
 
 def default_folder() -> Path:
@@ -75,13 +77,13 @@ def default_folder() -> Path:
     return cache / "mpispeed" / f"environment-{hashlib.sha256(os.fsencode(prefix)).hexdigest()[:12]}"
 
 
-def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[str] = ()) -> Archive:
+def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[str] | None = None) -> Archive:
     """Pack the environment of this Python, unless an archive of it as it is now is there.
 
     Args:
         output: folder for the archive; by default the one of `default_folder`.
         again: pack anew in any case.
-        exclude: patterns of paths in the archive to leave out.
+        exclude: patterns of paths in the archive to leave out; None for those of the archive that is there.
 
     Raises:
         StagingError: the environment cannot be read, or the archive not be written.
@@ -94,8 +96,10 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
         raise StagingError(msg) from error
     paths = own_paths()
     with _only_packer(folder):
-        known = None if again else find_packed(folder)
-        if known is not None and known.key == key_of(paths, exclude):
+        known = find_packed(folder)
+        if exclude is None:
+            exclude = known.exclude if known else ()
+        if known is not None and not again and known.key == key_of(paths, exclude):
             return known
         return _pack(folder, paths, exclude)
 
@@ -106,7 +110,7 @@ def find_packed(folder: Path) -> Archive | None:
         facts = json.loads((folder / "archive.json").read_text())
         if facts.pop("format") != FORMAT:
             return None
-        found = Archive(folder / facts.pop("path"), **facts)
+        found = Archive(folder / facts.pop("path"), **{**facts, "exclude": tuple(facts["exclude"])})
         return found if found.path.stat().st_size == found.size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -182,7 +186,7 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
         partial.replace(path)
         archive = Archive(
             path, str(seal), key, contents.python, contents.libraries, path.stat().st_size, source=str(paths.prefix),
-            **facts,
+            exclude=tuple(exclude), **facts,
         )  # fmt: skip
         text = json.dumps({"format": FORMAT, **asdict(archive), "path": path.name}, indent=1)
         partial.write_text(text + "\n")

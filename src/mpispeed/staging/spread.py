@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from mpispeed.base.errors import StagingError
 from mpispeed.staging import unpack
 from mpispeed.staging.folders import name_for
 from mpispeed.staging.pack import Archive
+from mpispeed.staging.places import PLACES
 
 STAGED = "MPISPEED_STAGED"
 """Variable of ranks: the folder that their Python was unpacked to."""
@@ -128,10 +129,10 @@ def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
 
 
 def _first_reason(text: str) -> str:
-    """The first line of the nodes themselves; without one, the first of the launcher."""
+    """The lines of the nodes, at most three; without any, the first of the launcher."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:", "sbcast:"))]
-    return next(iter(own or lines), "")
+    own = [line.partition(unpack.SAID)[2] for line in lines if unpack.SAID in line]
+    return "; ".join(own[:3]) if own else next(iter(lines), "")
 
 
 @dataclass(slots=True)
@@ -184,17 +185,19 @@ class SlurmSteps:
                 run_words(["sbcast", str(archive.path), str(source)])
             self._run([*_unpack_words(source, archive.seal, folder), *(["--consume"] if sends else [])])
         except BaseException:
-            self.remove_all(name, place)
+            _give_up(self, name, place)
             raise
         return folder
-
-    def remove_all(self, name: str, place: str) -> None:
-        """Remove what a failed start has made, on every node that answers."""
-        self.end(Path(place or "/tmp") / name)
 
     def end(self, folder: Path) -> None:
         """See `Reach`."""
         self._run(["end", "--folder", str(folder)])
+
+
+def _give_up(reach: Reach, name: str, place: str) -> None:
+    """Remove what a failed start has made, on every node that answers; the reason of the failure is shown."""
+    with suppress(StagingError):
+        reach.end(Path(place or PLACES[0]) / name)
 
 
 def common_place(lines: Sequence[str], nodes: int) -> Path:
@@ -225,17 +228,19 @@ class MpiJob:
     """
 
     start: Callable[[Sequence[str]], tuple[Sequence[str], Mapping[str, str]]]
-    _packages: Sequence[str] = field(default_factory=lambda: [path for path in sys.path if path])
 
     def _run(self, words: Sequence[str]) -> str:
-        paths = os.pathsep.join(self._packages)
-        argv, environ = self.start([sys.executable, "-I", "-S", _BROADCAST, paths, *words])
+        argv, environ = self.start([sys.executable, "-I", _BROADCAST, *words])
         return run_words(argv, environ)
 
     def stage(self, archive: Archive, name: str, place: str) -> Path:
         """See `Reach`."""
         words = ["stage", str(archive.path), archive.seal, *_begin_words(archive, name, place, has_copy=True)[1:]]
-        return Path(self._run(words).split("\t")[1].strip())
+        try:
+            return Path(self._run(words).split("\t")[1].strip())
+        except BaseException:
+            _give_up(self, name, place)
+            raise
 
     def end(self, folder: Path) -> None:
         """See `Reach`."""

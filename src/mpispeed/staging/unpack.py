@@ -33,6 +33,9 @@ from mpispeed.staging.archive import PLACEHOLDER, Manifest, Member, Seal, read_m
 from mpispeed.staging.folders import check_folder, job_of, left_over, locked, make_folder, remove
 from mpispeed.staging.places import candidates, unfit
 
+SAID = "mpispeed staging: "
+"""Beginning of lines on stderr that tell why a node cannot; launchers say other things there."""
+
 _PIECE_BYTES = 4 << 20
 _FILE_COST_BYTES = 64 << 10  # opening, closing and dating a file takes as long as writing so much
 
@@ -269,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 remove(path)
                 sys.stdout.write(f"{path}\n")
     except StagingError as error:
-        sys.stderr.write(f"{host}: {error}\n")
+        sys.stderr.write(f"{SAID}{host}: {error}\n")
         return 1
     return 0
 

@@ -1,0 +1,5 @@
+# The environment goes to each node as one file, and the ranks start from its copy there: they read nothing of it from
+# the shared file system. It is removed at the end; where this shell is killed, by the site's epilog (slurm/epilog.sh).
+staged_lines=$$($staging_command begin$staging_options)
+eval "$$staged_lines"
+trap 'env -u PYTHONNOUSERSITE $staging_command end "$$MPISPEED_STAGED" || :' EXIT
