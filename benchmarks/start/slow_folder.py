@@ -65,10 +65,13 @@ class SlowFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Lazily: a process that has not ended yet may hold a file.
-        subprocess.run(["fusermount3", "-u", "-z", self.at], check=False)
-        self._process.terminate()
-        self._process.wait()
+        self._process.terminate()  # it unmounts
+        try:
+            self._process.wait(READY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        if self.at.is_mount():
+            subprocess.run(["fusermount3", "-u", "-z", self.at], check=False)
         self._own.cleanup()
 
     def counts(self) -> dict[str, int]:

@@ -63,13 +63,18 @@ def test_ranks_open_nothing_of_the_environment_that_was_packed(shared, tmp_path)
     assert not list(tmp_path.glob("mpispeed-env-*"))
 
 
-def test_signals_leave_no_folder(shared, tmp_path):
+def test_a_folder_in_use_stays_and_goes_with_a_signal(shared, tmp_path):
     ready = tmp_path / "ready"
     process = subprocess.Popen(words(shared, str(ready)), env=variables(tmp_path), stdout=subprocess.PIPE, text=True)
     while not ready.exists():
         assert process.poll() is None
         time.sleep(0.05)
-    assert len(list(tmp_path.glob("mpispeed-env-*"))) == 1
+    (folder,) = tmp_path.glob("mpispeed-env-*")
+    old = time.time() - 3600
+    os.utime(folder / "lock", (old, old))
+    other = subprocess.run(words(shared), env=variables(tmp_path), capture_output=True, text=True, check=False)
+    assert other.returncode == 0, other.stderr
+    assert folder.exists()  # it is in use, however old
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=400)
     assert process.returncode
