@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -36,14 +37,14 @@ RANK = Path(__file__).with_name("start_rank.py")
 CONTENDERS = {"shared": [], "staged": ["--stage-env"]}
 
 
-def variables(own: Path) -> dict[str, str]:
-    """Those of the jobs: the archive goes to a folder of this benchmark, as do the staged folders."""
+def variables(own: Path, place: Path) -> dict[str, str]:
+    """Those of the jobs: the archive goes to a folder of this benchmark, its copies to `place`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(own / "cache"),
-        "MPISPEED_STAGE_DIR": str(own / "node"),
+        "MPISPEED_STAGE_DIR": str(place),
     }
 
 
@@ -53,7 +54,10 @@ def run_job(options: argparse.Namespace, name: str, python: Path, seen: slow_fol
     said = own / "ranks.json"
     words = [python, "-m", "mpispeed", "run", "-n", str(options.ranks), *CONTENDERS[name], RANK, said]
     before, began = seen.counts(), time.time()
-    subprocess.run(words, check=True, env=variables(own), stdout=subprocess.DEVNULL)
+    done = subprocess.run(words, check=False, env=variables(own, options.place), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"staged: the job ended with {done.returncode}\n{done.stderr}")
+    unpacked = re.search(r"unpacked in ([\d.]+) s", done.stderr)
     ended = time.time()
     asked = slow_folder.difference(seen.counts(), before)
     figures = json.loads(said.read_text())
@@ -63,6 +67,7 @@ def run_job(options: argparse.Namespace, name: str, python: Path, seen: slow_fol
     return {
         "seconds": figures["all_ready"] - began,
         "launcher_seconds": first - began,
+        "unpack_seconds": float(unpacked[1]) if unpacked else 0.0,
         "ranks_seconds": figures["all_ready"] - first,
         "ranks_cpu_seconds": cpu,
         "whole_job_seconds": ended - began,
@@ -72,9 +77,9 @@ def run_job(options: argparse.Namespace, name: str, python: Path, seen: slow_fol
     }
 
 
-def time_parts(python: Path, own: Path) -> dict[str, Any]:
-    """Packing, checking that the archive is that of the environment, and unpacking, each alone and from fast files."""
-    environ = variables(own)
+def time_parts(python: Path, own: Path, place: Path) -> dict[str, Any]:
+    """Packing, and finding that the archive is that of the environment, each alone and from fast files."""
+    environ = variables(own, place)
     stage = [python, "-m", "mpispeed", "stage"]
     times = {}
     for what in ("pack", "pack_again"):
@@ -87,13 +92,15 @@ def time_parts(python: Path, own: Path) -> dict[str, Any]:
 
 def report(figures: dict[str, Any], ranks: int) -> None:
     """Print the table."""
-    print(f"{'':10s}{'start s':>9s}{'launcher s':>12s}{'ranks s':>9s}{'their CPU s':>13s}{'requests of a rank':>20s}")
+    heads = f"{'start s':>9s}{'launcher s':>12s}{'unpacking':>11s}{'ranks s':>9s}{'their CPU s':>13s}"
+    print(f"{'':10s}{heads}{'requests of a rank':>20s}")
     for name, runs in figures.items():
         middle = {
             key: statistics.median(run[key] for run in runs) for key in runs[0] if key not in ("requests", "torch")
         }
         print(
-            f"{name:10s}{middle['seconds']:9.1f}{middle['launcher_seconds']:12.1f}{middle['ranks_seconds']:9.1f}"
+            f"{name:10s}{middle['seconds']:9.1f}{middle['launcher_seconds']:12.1f}{middle['unpack_seconds']:11.1f}"
+            f"{middle['ranks_seconds']:9.1f}"
             f"{middle['ranks_cpu_seconds']:13.1f}{middle['metadata_requests'] / ranks:20.0f}"
         )
 
@@ -106,6 +113,7 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=1.0, help="seconds for which the kernel keeps names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where all of this is kept, of the same disk as the environment")
+    parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where nodes unpack to")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if reason := slow_folder.missing():
@@ -113,10 +121,9 @@ def main() -> None:
     figures: dict[str, Any] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory(prefix="mpispeed-staged-", dir=options.folder) as text:
         own = Path(text)
-        (own / "node").mkdir()
         python = make_environment(own / "shared", own / "seen")
         with slow_folder.SlowFolder(own / "shared", own / "seen", 0, 60):
-            parts = time_parts(python, own)
+            parts = time_parts(python, own, options.place)
         print(" ".join(f"{name} {value:.1f}" for name, value in parts.items()), flush=True)
         with slow_folder.SlowFolder(own / "shared", own / "seen", options.wait_ms / 1000, options.cache) as seen:
             for _ in range(options.rounds):
@@ -129,7 +136,12 @@ def main() -> None:
     ratio = statistics.median(shared["seconds"] / staged["seconds"] for shared, staged in pairs)
     print(f"staged starts {ratio:.1f} times as fast")
     if options.json:
-        about = {"ranks": options.ranks, "wait_ms": options.wait_ms, "cache_seconds": options.cache}
+        about = {
+            "ranks": options.ranks,
+            "wait_ms": options.wait_ms,
+            "cache_seconds": options.cache,
+            "place": str(options.place),
+        }
         machine = f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
         result = {"machine": machine, **about, "ratio": ratio, "parts": parts, "starts": figures}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
