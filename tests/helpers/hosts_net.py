@@ -47,6 +47,11 @@ class HostsNet:
         """What is called in place of ssh: `shell [options] host command...`."""
         return self.folder / "shell"
 
+    @property
+    def disk(self) -> Path:
+        """A folder in which each host has files of its own, which stay between two logins."""
+        return self.folder / "disk"
+
     def command(self, name: str, words: Sequence[object]) -> list[str]:
         """The command line that runs a program on a host."""
         return [str(self.shell), name, f"cd {shlex.quote(str(Path.cwd()))}; exec {shlex.join(map(str, words))}"]
@@ -165,7 +170,9 @@ exec nsenter --net={NAMESPACES}/{_namespace("$name")} unshare --uts --ipc --moun
     # UCX looks for devices in /sys, which shows those of the namespace it was mounted in; the cgroups there stay.
     cgroups = net.folder / "cgroups"
     cgroups.mkdir(exist_ok=True)
+    net.disk.mkdir(exist_ok=True)
     (net.folder / "enter").write_text(f"""
+mkdir -p '{net.disk}-of-'"$name" && mount --bind '{net.disk}-of-'"$name" '{net.disk}'
 hostname "$name"; unset name
 mount -t tmpfs tmpfs /dev/shm
 mount --bind '{net.folder}/hosts' /etc/hosts

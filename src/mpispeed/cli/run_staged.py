@@ -46,7 +46,7 @@ def maybe_staged(
         began = time.monotonic()
         archive = pack()
         packed = time.monotonic()
-        with staged(reach, archive, job_number(os.environ), chosen["stage_dir"] or "") as found:
+        with staged(reach, archive, job_number(os.environ), chosen["stage_dir"] or "", warn=_say) as found:
             _say(f"the environment is in {found.folder}: packed in {packed - began:.1f} s, "
                  f"unpacked in {time.monotonic() - packed:.1f} s")  # fmt: skip
             variables = {**wishes.variables, **found.variables({**os.environ, **wishes.variables})}

@@ -18,7 +18,7 @@ from typing import Any
 from mpispeed.base.errors import StagingError
 
 FORMAT = 1
-PLACEHOLDER = b"@MPISPEED_STAGED_FOLDER@"
+PLACEHOLDER = b"@STAGED_FOLDER@"
 """Stands for the folder in texts of the archive that have to name it."""
 
 

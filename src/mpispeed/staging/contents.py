@@ -149,7 +149,7 @@ def _add_base(contents: Contents, paths: Paths) -> None:
 def _add_venv(contents: Contents, paths: Paths) -> None:
     lines = (paths.prefix / "pyvenv.cfg").read_text().splitlines()
     kept = [line for line in lines if line.split("=")[0].strip() not in ("home", "executable", "command")]
-    text = "\n".join(["home = @MPISPEED_STAGED_FOLDER@/base/bin", *kept, ""])
+    text = "\n".join(["home = @STAGED_FOLDER@/base/bin", *kept, ""])
     contents.files["venv/pyvenv.cfg"] = File("venv/pyvenv.cfg", text=text.encode())
     for entry in sorted(os.scandir(paths.prefix / "bin"), key=lambda entry: entry.name):
         if entry.is_file() and not entry.name.startswith("python"):
@@ -176,7 +176,7 @@ def _script(name: str, source: str, paths: Paths) -> File:
     first, newline, rest = text.partition(b"\n")
     own = {os.fsencode(sys.prefix), os.fsencode(paths.prefix)}
     if any(first.startswith((b"#!" + folder + b"/bin/python", b"#! " + folder + b"/bin/python")) for folder in own):
-        first = b"#!@MPISPEED_STAGED_FOLDER@/venv/bin/python"
+        first = b"#!@STAGED_FOLDER@/venv/bin/python"
         return File(name, text=first + newline + rest, is_executable=True)
     return File(name, os.path.realpath(source), is_executable=is_executable)
 

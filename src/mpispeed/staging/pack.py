@@ -179,9 +179,7 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
     partial = folder / f"partial-{platform.node()}-{os.getpid()}.tar"
     try:
         with partial.open("wb") as file:
-            seal, facts = _write_archive(file, contents)
-            file.flush()
-            os.fsync(file.fileno())
+            seal, facts = write_archive(file, contents)
         path = folder / f"environment-{seal.sha256[:12]}.tar"
         partial.replace(path)
         archive = Archive(
@@ -208,7 +206,7 @@ def _remove_old(folder: Path, current: Path) -> None:
                 path.unlink()
 
 
-def _write_archive(file: IO[bytes], contents: Contents) -> tuple[Seal, dict[str, int]]:
+def write_archive(file: IO[bytes], contents: Contents) -> tuple[Seal, dict[str, int]]:
     """Write all files and the manifest; return its seal, and facts on room."""
     lines = []
     room = 0

@@ -28,11 +28,11 @@ def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = Fa
     except OSError as error:
         return error.strerror or str(error)
     kind = _file_system(place)
+    where = Path(os.path.realpath(place))
     free_inodes = room.f_favail if room.f_files else need_inodes
     reasons = {
         "it is no folder": not stat.S_ISDIR(status.st_mode),
-        "it belongs to another user": status.st_uid not in (0, os.geteuid()),
-        "others can rename what is in it (no sticky bit)": bool(status.st_mode & 0o022 and not status.st_mode & 0o1000),
+        "another user can move what is in it": any(map(_is_others, (where, *where.parents))),
         "it cannot be written": not os.access(place, os.W_OK | os.X_OK),
         "it is mounted with noexec": bool(room.f_flag & os.ST_NOEXEC),
         f"it is on a shared file system ({kind})": not is_asked and (kind in _SHARED or kind.startswith("fuse")),
@@ -46,6 +46,12 @@ def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = Fa
         return found
     free = free_memory()
     return f"the job may use {free >> 20} MiB more of memory, not {need_bytes >> 20}" if free < need_bytes else ""
+
+
+def _is_others(folder: Path) -> bool:
+    """True if somebody besides us and root could replace what is in a folder: its owner, or others without sticky bit."""
+    status = folder.stat()
+    return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022 and not status.st_mode & 0o1000)
 
 
 def _file_system(place: Path) -> str:

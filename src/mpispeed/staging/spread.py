@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from mpispeed.base.errors import StagingError
 from mpispeed.staging import unpack
-from mpispeed.staging.folders import name_for
+from mpispeed.staging.folders import locked, name_for
 from mpispeed.staging.pack import Archive
 from mpispeed.staging.places import PLACES
 
@@ -48,6 +48,8 @@ class Staged:
             found["LD_LIBRARY_PATH"] = _in_front(
                 self.folder / self.archive.libraries, environ.get("LD_LIBRARY_PATH", "")
             )
+        if environ.get("PYTHONHOME"):
+            found["PYTHONHOME"] = str(self.folder / "base")
         if "VIRTUAL_ENV" in environ:
             found["VIRTUAL_ENV"] = str(Path(self.python).parents[1])
         return found
@@ -76,7 +78,9 @@ class Reach(Protocol):
 
 
 @contextmanager
-def staged(reach: Reach, archive: Archive, job: str, place: str = "") -> Iterator[Staged]:
+def staged(
+    reach: Reach, archive: Archive, job: str, place: str = "", *, warn: Callable[[str], None]
+) -> Iterator[Staged]:
     """The environment on the nodes, removed at the end.
 
     Args:
@@ -84,15 +88,22 @@ def staged(reach: Reach, archive: Archive, job: str, place: str = "") -> Iterato
         archive: to unpack there.
         job: number of the job, for the name of the folder.
         place: folder of the nodes to unpack to, instead of the first with room.
+        warn: takes a sentence if it cannot be removed, which is no failure of the job.
 
     Raises:
         StagingError: a node cannot unpack it.
     """
     folder = reach.stage(archive, name_for(job), place)
-    try:
-        yield Staged(folder, archive)
-    finally:
-        reach.end(folder)
+    with ExitStack() as stack:
+        with suppress(OSError):  # this may be none of the nodes
+            stack.enter_context(locked(folder))
+        try:
+            yield Staged(folder, archive)
+        finally:
+            try:
+                reach.end(folder)
+            except StagingError as error:
+                warn(f"{error}; the next start there removes it, or `mpispeed stage clean`")
 
 
 def _begin_words(archive: Archive, name: str, place: str, *, has_copy: bool) -> list[str]:
@@ -123,7 +134,7 @@ def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
         raise
     if process.returncode:
         said = _first_reason(err) or f"{words[0]} ended with exit code {process.returncode}"
-        msg = f"the environment is not staged: {said}"
+        msg = f"staging of the environment: {said}"
         raise StagingError(msg)
     return out
 

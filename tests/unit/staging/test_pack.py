@@ -1,0 +1,238 @@
+"""A small virtual environment, packed, moved and started from: everything comes from the copy, and it is made once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpispeed.base.errors import StagingError
+from mpispeed.staging import contents, elf, unpack
+from mpispeed.staging.archive import Seal
+from tests.helpers.small_environment import small_environment
+from tests.helpers.system import ROOT
+
+ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MPISPEED_STAGE_DIR")}
+FINDER = '''"""As setuptools writes it for packages that are in no folder src."""
+import sys
+from importlib.machinery import PathFinder
+MAPPING: dict[str, str] = {mapping!r}
+def install():
+    for name, place in MAPPING.items():
+        sys.path.append(place.rpartition("/")[0])
+'''
+
+
+def run(python, *words):
+    done = subprocess.run([python, *words], env=ENVIRON, capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def packed(python, *words):
+    """The archive of an environment, as `mpispeed stage` shows it."""
+    run(python, "-m", "mpispeed", "stage", "pack", *words)
+    return json.loads(run(python, "-m", "mpispeed", "stage", "show", "--json", *words[: 2 * (words[:1] == ("-o",))]))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A virtual environment with editable installs, links and a script; and folders outside that it needs."""
+    folder = tmp_path_factory.mktemp("environment")
+    python = small_environment(folder / "venv")
+    sites = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    outside = folder / "outside"
+    for name in ("edited", "mapped/in_table", "linked"):
+        (outside / name).mkdir(parents=True)
+        (outside / name / "__init__.py").write_text("x = 1\n")
+    (outside / "module_of_link.py").write_text("x = 1\n")
+    (sites / "edited.pth").write_text(f"{outside}\n# no folder\n{outside}/none\n")
+    (sites / "__editable___mapped_finder.py").write_text(
+        FINDER.format(mapping={"in_table": f"{outside}/mapped/in_table"})
+    )
+    (sites / "__editable__.mapped.pth").write_text(
+        "import __editable___mapped_finder; __editable___mapped_finder.install()\n"
+    )
+    (sites / "by_link").symlink_to(outside / "linked")
+    (sites / "file_by_link.py").symlink_to(outside / "module_of_link.py")
+    script = folder / "venv" / "bin" / "tell"
+    script.write_text(f"#!{folder}/venv/bin/python3\nimport sys; print(sys.prefix)\n")
+    script.chmod(0o755)
+    return python, sites, outside
+
+
+@pytest.fixture(scope="module")
+def archive(environment):
+    return packed(environment[0])
+
+
+@pytest.fixture(scope="module")
+def moved(environment, archive, tmp_path_factory):
+    """The folder that the archive was unpacked to."""
+    place = tmp_path_factory.mktemp("place")
+    (folder,) = unpack.begin(f"mpispeed-env-{os.geteuid()}-p1-0123abcd", archive["room"], archive["inodes"], str(place))
+    unpack.unpack(Path(archive["path"]), Seal.parse(archive["seal"]), folder)
+    yield folder
+    unpack.end(folder)
+
+
+ASKS = """
+import json, sys
+import by_link, click, edited, file_by_link, in_table, mpispeed.launch.rank
+from mpi4py import MPI
+maps = [line.split()[-1] for line in open("/proc/self/maps") if ".so" in line]
+files = [getattr(module, "__file__", None) for module in sys.modules.values()]
+cached = [getattr(module, "__cached__", None) for module in sys.modules.values()]
+print(json.dumps([sys.prefix, sys.base_prefix, sys.path, maps, files, cached]))
+"""
+
+
+def test_everything_comes_from_the_copy(moved, archive, environment):
+    """By the paths of modules and mapped libraries; none leads back, and no bytecode was missing."""
+    before = sorted(moved.rglob("*.pyc"))
+    variables = {"LD_LIBRARY_PATH": str(moved / archive["libraries"])} if archive["libraries"] else {}
+    done = subprocess.run(
+        [moved / archive["python"], "-P", "-c", ASKS],
+        env={**ENVIRON, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    prefix, base, path, maps, files, cached = json.loads(done.stdout)
+    assert (prefix, base) == (str(moved / "venv"), str(moved / "base"))
+    here = {str(environment[0].parents[1]), os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix), str(ROOT)}
+    here -= {"/usr", "/"}  # a Python of the system has its libraries among others
+    found = [name for name in (*path, *maps, *files) if name]
+    assert len(found) > 100
+    strange = [name for name in found if any(name.startswith(f"{folder}/") for folder in here)]
+    assert not strange
+    assert sorted(moved.rglob("*.pyc")) == before
+    assert all(Path(name).exists() for name in cached if name)
+
+
+def test_scripts_of_the_environment_start_the_copy(moved):
+    assert run(moved / "venv" / "bin" / "tell") == f"{moved}/venv\n"
+
+
+def test_there_are_only_plain_files(moved):
+    assert not [path for path in moved.rglob("*") if path.is_symlink() or not (path.is_file() or path.is_dir())]
+
+
+def test_a_process_of_the_copy_holds_its_lock(moved, archive):
+    from mpispeed.staging.folders import locked
+
+    words = [moved / archive["python"], "-c", "print(1, flush=True); input()"]
+    with subprocess.Popen(words, env=ENVIRON, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "1\n"
+        with locked(moved, is_exclusive=True) as is_free:
+            assert not is_free
+        process.communicate("\n")
+    with locked(moved, is_exclusive=True) as is_free:
+        assert is_free
+
+
+BUT_PYTHON = ("--exclude", "base/*", "--exclude", "venv/lib/*mpi*")  # enough to see that it is packed
+
+
+def test_it_is_packed_again_when_it_has_changed_and_only_then(environment, tmp_path):
+    python, sites, outside = environment
+    place = ("-o", tmp_path / "archive")
+    first = packed(python, *place, *BUT_PYTHON)
+    written = Path(first["path"]).stat().st_mtime_ns
+    assert packed(python, *place) == first  # what was left out stays so
+    assert Path(first["path"]).stat().st_mtime_ns == written
+    (outside / "edited" / "new.py").write_text("y = 2\n")
+    by_edit = packed(python, *place)
+    record = sites / "thing-1.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("thing.py,,\n")
+    by_install = packed(python, *place)
+    record.write_text("thing.py,,\nother.py,,\n")
+    by_upgrade = packed(python, *place)
+    by_choice = packed(python, *place, "--exclude", "base/*", "--exclude", "venv/*")
+    found = (first, by_edit, by_install, by_upgrade, by_choice)
+    assert len({each["key"] for each in found}) == 5
+    assert by_choice["files"] < by_upgrade["files"] == by_install["files"] == by_edit["files"] + 1
+
+
+def test_two_packers_at_once_make_one_archive(environment, tmp_path):
+    python = environment[0]
+    words = [python, "-m", "mpispeed", "stage", "pack", "-o", tmp_path / "both", *BUT_PYTHON]
+    both = [subprocess.Popen(words, env=ENVIRON, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert said[0] == said[1] != ""
+    names = [path.name.partition("-")[0].partition(".")[0] for path in (tmp_path / "both").iterdir()]
+    assert sorted(names) == ["archive", "environment", "lock"]
+
+
+def test_a_loop_of_links_is_refused(environment):
+    python, sites, _ = environment
+    (sites / "loop").symlink_to(sites)
+    done = subprocess.run(
+        [python, "-m", "mpispeed", "stage", "pack", "--again"], env=ENVIRON, capture_output=True, text=True
+    )
+    (sites / "loop").unlink()
+    assert done.returncode == 2
+    assert "which contains it; remove that link" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told(environment, tmp_path):
+    (tmp_path / "file").touch()
+    words = [environment[0], "-m", "mpispeed", "stage", "pack", "-o", tmp_path / "file" / "x"]
+    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)
+    assert (done.returncode, "give another one with --output" in done.stderr) == (2, True)
+
+
+def test_without_an_archive_there_is_nothing_to_show(environment, tmp_path):
+    words = [environment[0], "-m", "mpispeed", "stage", "show", "-o", tmp_path]
+    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)
+    assert (done.returncode, "mpispeed stage pack" in done.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """A program with an absolute library path, made by the system's compiler."""
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "x.c").write_text("int main(void) { return 0; }\n")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    words = [compiler, "x.c", "-o", "x", "-Wl,-rpath,/opt/python/lib:/elsewhere/lib"]
+    subprocess.run(words, cwd=folder, check=True)
+    return (folder / "x").read_bytes()
+
+
+def test_library_paths_become_relative(program, tmp_path):
+    def place(folder):
+        return "$ORIGIN/../lib" if folder == "/opt/python/lib" else folder
+
+    changed = elf.relocated(program, place)
+    assert len(changed) == len(program)
+    assert b"$ORIGIN/../lib:/elsewhere/lib\0" in changed
+    (tmp_path / "x").write_bytes(changed)
+    (tmp_path / "x").chmod(0o755)
+    assert subprocess.run([tmp_path / "x"], check=False).returncode == 0
+    assert elf.relocated(changed, place) is None
+    assert elf.relocated(program, lambda folder: folder + "/longer") is None  # no room for it
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_broken_files_are_left_as_they_are(program, data):
+    cut = bytearray(program[: data.draw(st.integers(0, len(program)))])
+    for place in data.draw(st.lists(st.integers(0, 2000), max_size=8)):
+        if place < len(cut):
+            cut[place] = data.draw(st.integers(0, 255))
+    changed = elf.relocated(bytes(cut), lambda folder: "$ORIGIN")
+    assert changed is None or len(changed) == len(cut)
+
+
+def test_a_python_that_does_not_start_is_told(monkeypatch):
+    monkeypatch.setattr(contents.sys, "executable", "/nowhere/python")
+    with pytest.raises(StagingError, match="does not tell its path"):
+        contents.own_paths()
