@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "mpispeed"
 PIPELINE = ("pipe/", "cli/plan_schedule.py")
 # To stage an environment is to copy it to the nodes of a job.
-COPIES = ("staging/",)
+COPIES = ("staging/", "launch/sbatch.py")
 # delegation.py is the table of getters by which users of DeepSpeed ask for their stage; a search tries stages.
 DECIDE = (*PIPELINE, *COPIES, "config/", "plan/", "engine/delegation.py", "tuning/")
 # ckpt/foreign reads files of DeepSpeed, which have the word in names of classes and entries.

@@ -49,7 +49,7 @@ def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = Fa
 
 
 def _is_others(folder: Path) -> bool:
-    """True if somebody besides us and root could replace what is in a folder: its owner, or others without sticky bit."""
+    """True if somebody besides us and root could replace what is in a folder, as its owner or by its mode."""
     status = folder.stat()
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022 and not status.st_mode & 0o1000)
 

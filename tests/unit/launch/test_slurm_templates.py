@@ -31,7 +31,7 @@ VALUES = {
     "job_name": "gpt", "time_limit": "00:10:00", "nodes": "2", "ranks_per_node": "3", "cores_per_rank": "4",
     "array": "0-3", "directives": "#SBATCH --partition=main", "mpi_plugin": "pmi2", "srun_flags": " --label",
     "setup": "export SITE=ready$NO_SUCH_VARIABLE", "arguments": "train.py --deepspeed_config ds.json --steps 3",
-    "forward": ":", "image": "gpt.sif", "container_command": "apptainer", "container_flags": " --nv",
+    "forward": ":", "environment": "", "image": "gpt.sif", "container_command": "apptainer", "container_flags": " --nv",
 }  # fmt: skip
 
 
