@@ -9,7 +9,6 @@ Each row is one process of Python that imports what its name says; bytecode is i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "step"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import peers
+
 from tests.helpers.environment_copy import make_environment
 
 PROGRAMS = {
@@ -69,8 +71,7 @@ def main() -> None:
                 f"{name:36s}{found['opens']:8d}{found['opens_of_environment']:9d}{found['stats']:9d}"
                 f"{found['stats_of_environment']:9d}"
             )
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    peers.write_record(options.json, "start/requests", {}, figures)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -30,7 +29,10 @@ from typing import Any
 
 import slow_folder
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "step"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import peers
+
 from tests.helpers.environment_copy import make_environment
 
 RANK = Path(__file__).with_name("start_rank.py")
@@ -135,16 +137,9 @@ def main() -> None:
     pairs = zip(*figures.values(), strict=True)
     ratio = statistics.median(shared["seconds"] / staged["seconds"] for shared, staged in pairs)
     print(f"staged starts {ratio:.1f} times as fast")
-    if options.json:
-        about = {
-            "ranks": options.ranks,
-            "wait_ms": options.wait_ms,
-            "cache_seconds": options.cache,
-            "place": str(options.place),
-        }
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}"
-        result = {"machine": machine, **about, "ratio": ratio, "parts": parts, "starts": figures}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    about = {"ranks": options.ranks, "wait_ms": options.wait_ms, "cache_seconds": options.cache}
+    about["place"] = str(options.place)
+    peers.write_record(options.json, "start/staged", about, {"ratio": ratio, "parts": parts, "starts": figures})
 
 
 if __name__ == "__main__":
