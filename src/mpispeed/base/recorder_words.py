@@ -1,4 +1,4 @@
-"""What the numbers in a flight recorder mean; apart from its format, for readers of reports, who need no numpy."""
+"""Meaning of the numbers in a flight recorder, apart from its format: readers of reports need no numpy."""
 
 from __future__ import annotations
 
