@@ -171,8 +171,9 @@ def test_two_packers_at_once_make_one_archive(environment, tmp_path):
     assert sorted(names) == ["archive", "environment", "lock"]
 
 
-def test_who_cannot_write_the_environment_takes_the_archive_inside(environment, archive, tmp_path):
+def test_who_cannot_write_the_environment_takes_the_archive_inside(environment, tmp_path):
     python = Path(environment[0])
+    archive = packed(python)
     venv = python.parents[1]
     for is_stale in (False, True):
         if is_stale:
