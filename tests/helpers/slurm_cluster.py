@@ -89,6 +89,7 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 TmpFS={folder}/tmp-%n
+Epilog={epilog}
 NodeName=DEFAULT CPUs={cores} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 {nodes}
 PartitionName=DEFAULT Nodes={names} PreemptMode=OFF
@@ -228,6 +229,14 @@ class SlurmCluster:
         """Undo `drain`."""
         self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
+    def daemon_pid(self, node: str) -> int:
+        """The number of the slurmd of a node; what it can see is below /proc/NUMBER/root."""
+        return next(pid for pid in processes_of(self.folder) if _command(pid) == ["slurmd", "-D", "-N", node])
+
+    def until(self, what: str, holds: Callable[[], bool], seconds: float = LATE_SECONDS) -> None:
+        """Wait until something holds of this cluster; raises if it does not come to that."""
+        self._until(what, holds, seconds)
+
     # -- start and end -----------------------------------------------------------------------------------------------
 
     def _environment(self) -> dict[str, str]:
@@ -280,6 +289,7 @@ class SlurmCluster:
             user=os.environ.get("USER", "root") if os.geteuid() else "root", names=",".join(NODES), cores=CORES,
             memory=MEMORY_MIB, gpus=GPUS, requeue_seconds=REQUEUE_SECONDS,
             # MPICH names its files in /dev/shm by the job, and a job of another cluster may have left some there.
+            epilog=ROOT / "slurm" / "epilog.sh",
             first_job=1 + time.time_ns() // 10_000_000 % 60_000_000,
         )  # fmt: skip
         (self.folder / "slurm.conf").write_text(text)
@@ -398,6 +408,11 @@ def processes_of(folder: Path) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
+
+
+def _command(pid: int) -> list[str]:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    return [Path(words[0]).name, *words[1:]] if words else []
 
 
 def _die_with_parent() -> None:

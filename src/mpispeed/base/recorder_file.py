@@ -11,7 +11,6 @@ ring, before and after it was copied; the writer sets the stamp to 0 first and t
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import numpy as np
@@ -22,37 +21,6 @@ STRING_BYTES = 192 << 10
 WORD_BYTES = 8 << 10
 RESERVED_BYTES = 64 << 10
 """Of the room for strings, for groups and verbs; places and labels get the rest."""
-
-MAIN = 0
-OTHER = 0xFFFF
-"""Threads of rows: MAIN, 1 + the channel's number, and OTHER for the rest."""
-
-
-class State(enum.IntEnum):
-    """The rank's stage of life."""
-
-    STARTING = 0
-    RUNNING = 1
-    LEAVING = 2  # has left its program with `exit_code` and waits for the other ranks
-    FAILED = 3  # has an error that ends the job; `last words` say which
-    LEFT = 4  # has met all others at the end
-
-
-class Kind(enum.IntEnum):
-    """Kind of operation in a row."""
-
-    COLLECTIVE = 0
-    SEND = 1
-    RECV = 2
-    GATE = 3  # a started operation of a channel, which all ranks of its group have to come to
-
-
-class Order(enum.IntEnum):
-    """Order of a watchdog to a rank."""
-
-    NONE = 0
-    END = 1  # end the job with `order_code`
-
 
 HEADER = np.dtype(
     [

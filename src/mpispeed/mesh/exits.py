@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mpispeed.base.errors import MpispeedError
-from mpispeed.base.recorder_file import State
+from mpispeed.base.recorder_words import State
 from mpispeed.base.traces import own_trace
 from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.collectives.transport import arrival

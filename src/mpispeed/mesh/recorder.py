@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 
 from mpispeed.base import recorder_file as form
-from mpispeed.base.recorder_file import Kind, State
+from mpispeed.base.recorder_words import MAIN, OTHER, Kind, Order, State
 
 _OPEN: dict[str, FlightRecorder] = {}
 
@@ -149,7 +149,7 @@ class FlightRecorder:
         site_id = self.intern(site or caller())
         label_id = self.intern(label) if label else 0
         thread = channel or thread_number()
-        if thread == form.OTHER:
+        if thread == OTHER:
             self.header["is_open"] = 1
         now = time.monotonic()
         with self._lock:
@@ -184,7 +184,7 @@ class FlightRecorder:
 
         Short waits for the same operation in a row count as one, from the first.
         """
-        if thread_number() != form.MAIN:
+        if thread_number() != MAIN:
             return
         if row == NO_ROW:
             _PACK_U8(self._map, _WAIT_ROW_AT, 0)
@@ -196,7 +196,7 @@ class FlightRecorder:
 
     def may_wait_for(self, row: int) -> None:
         """Write that code which cannot be seen may wait for a started operation on the main thread."""
-        if row != NO_ROW and thread_number() == form.MAIN:
+        if row != NO_ROW and thread_number() == MAIN:
             _PACK_F8(self._map, _FUTURE_SINCE_AT, time.monotonic())
             _PACK_U8(self._map, _FUTURE_ROW_AT, row + 1)
 
@@ -268,7 +268,7 @@ class FlightRecorder:
     @property
     def has_order(self) -> bool:
         """True if the watchdog has told this rank to end."""
-        return bool(self.header["order"][0] != form.Order.NONE)
+        return bool(self.header["order"][0] != Order.NONE)
 
     def note_step(self, event: Mapping[str, Any]) -> None:
         """Note that a step of training has ended, `event["global_step"]`."""
@@ -351,8 +351,8 @@ def thread_number() -> int:
     """Number of this thread, for rows."""
     ident = threading.get_ident()
     if ident == threading.main_thread().ident:
-        return form.MAIN
-    return _THREADS.get(ident, form.OTHER)
+        return MAIN
+    return _THREADS.get(ident, OTHER)
 
 
 def skip(sequence: CallSequence, kind: Kind, peer: int = -1, tag: int = 0) -> None:

@@ -32,6 +32,9 @@ from mpispeed.staging.archive import FORMAT, PLACEHOLDER, Seal
 from mpispeed.staging.contents import Contents, File, Paths, find_contents, own_paths
 
 MANIFEST = "mpispeed-manifest.txt"
+INSIDE = "staged-archive"
+"""Folder of an environment for its archive."""
+
 _BLOCK = 512
 _PIECE_BYTES = 4 << 20
 _OLD_SECONDS = 86400.0
@@ -72,13 +75,15 @@ def default_folder() -> Path:
     """Folder for the archive of this environment: inside of it, or in the user's cache where it cannot be written."""
     prefix = Path(sys.prefix)
     if os.access(prefix, os.W_OK):
-        return prefix / "staged-archive"
+        return prefix / INSIDE
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "mpispeed" / f"environment-{hashlib.sha256(os.fsencode(prefix)).hexdigest()[:12]}"
 
 
 def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[str] | None = None) -> Archive:
     """Pack the environment of this Python, unless an archive of it as it is now is there.
+
+    One that whoever installed the environment has packed inside of it is for all who use it.
 
     Args:
         output: folder for the archive; by default the one of `default_folder`.
@@ -89,6 +94,9 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
         StagingError: the environment cannot be read, or the archive not be written.
     """
     folder = output or default_folder()
+    installed = _installed(exclude) if output is None and not again else None
+    if installed is not None:
+        return installed
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,6 +110,16 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
         if known is not None and not again and known.key == key_of(paths, exclude):
             return known
         return _pack(folder, paths, exclude)
+
+
+def _installed(exclude: Sequence[str] | None) -> Archive | None:
+    """The archive inside of an environment that this user cannot write, if it is that of the environment as it is."""
+    prefix = Path(sys.prefix)
+    known = None if os.access(prefix, os.W_OK) else find_packed(prefix / INSIDE)
+    if known is None or not os.access(known.path, os.R_OK):
+        return None
+    wanted = known.exclude if exclude is None else exclude
+    return known if known.key == key_of(own_paths(), wanted) else None
 
 
 def find_packed(folder: Path) -> Archive | None:
@@ -175,7 +193,7 @@ def _only_packer(folder: Path) -> Iterator[None]:
 
 def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
     key = key_of(paths, exclude)  # before the files are read: what changes meanwhile is packed again next time
-    contents = find_contents(paths, (f"{paths.home}/staged-archive/*", *exclude))
+    contents = find_contents(paths, (f"{paths.home}/{INSIDE}/*", *exclude))
     partial = folder / f"partial-{platform.node()}-{os.getpid()}.tar"
     try:
         with partial.open("wb") as file:

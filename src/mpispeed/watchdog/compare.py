@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.watchdog.recorder_reader import Group, Operation
 
 MOST_PENDING = 100_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mpispeed.base.recorder_file import State
+from mpispeed.base.recorder_words import State
 from mpispeed.watchdog.exits import Death, Groups, MemoryFacts, explain
 from mpispeed.watchdog.node_ranks import Settings
 from mpispeed.watchdog.report import Report, tail

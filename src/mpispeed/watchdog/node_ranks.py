@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpispeed.base.recorder_file import Kind, ranks_text
+from mpispeed.base.recorder_file import ranks_text
+from mpispeed.base.recorder_words import Kind
 from mpispeed.watchdog.compare import Comparer, Mismatch, Vote, key_of, vote_of, voters_of
 from mpispeed.watchdog.exits import Groups, MemoryFacts
 from mpispeed.watchdog.recorder_reader import Group, Operation, RecorderView

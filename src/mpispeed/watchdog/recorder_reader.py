@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpispeed.base import recorder_file as form
-from mpispeed.base.recorder_file import Kind, State
+from mpispeed.base.recorder_words import Kind, Order, State
 
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "int16": 2,
@@ -167,7 +167,7 @@ class RecorderView:
         """Tell the rank that the state it showed before has been looked at."""
         self._header["looked"][0] = number
 
-    def order(self, order: form.Order, code: int) -> None:
+    def order(self, order: Order, code: int) -> None:
         """Send an order to the rank."""
         self._header["order_code"][0] = code
         self._header["order"][0] = int(order)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpispeed.base.units import format_list, format_ranks
-from mpispeed.watchdog.recorder_reader import Group, Operation
 from mpispeed.watchdog.wait_graph import Doing, Judgement, RankState
+
+if TYPE_CHECKING:  # with it comes numpy, which `mpispeed run` does not need
+    from mpispeed.watchdog.recorder_reader import Group, Operation
 
 ADVICE = (
     "All ranks of a group must call the same operations in the same order: look for control flow that depends on the "

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from mpispeed.base import recorder_file as form
-from mpispeed.base.recorder_file import Order, State
+from mpispeed.base.recorder_words import Order, State
 from mpispeed.mesh.recorder import FlightRecorder, caller
 
 LOOK_SECONDS = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mpispeed.base.recorder_file import MAIN, OTHER, Kind, State
+from mpispeed.base.recorder_words import MAIN, OTHER, Kind, State
 from mpispeed.watchdog.process import ProcessWatch, Status
 from mpispeed.watchdog.recorder_reader import Operation, RecorderView
 from mpispeed.watchdog.wait_graph import Doing, RankState

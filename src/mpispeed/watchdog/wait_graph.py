@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mpispeed.base.recorder_file import MAIN, Kind
+from mpispeed.base.recorder_words import MAIN, Kind
 
 Members = Callable[[int], Sequence[int] | None]
 """World ranks of the group with a key; None if it is not known."""

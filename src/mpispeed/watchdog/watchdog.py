@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpispeed.base.recorder_file import Order
+from mpispeed.base.recorder_words import Order
 from mpispeed.watchdog import report as reports
 from mpispeed.watchdog.coordinator import Coordinator, Verdict
 from mpispeed.watchdog.deaths import Deaths

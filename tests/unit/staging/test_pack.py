@@ -15,7 +15,7 @@ from mpispeed.base.errors import StagingError
 from mpispeed.staging import contents, elf, unpack
 from mpispeed.staging.archive import Seal
 from tests.helpers.small_environment import small_environment
-from tests.helpers.system import ROOT
+from tests.helpers.system import ROOT, with_own_mounts
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MPISPEED_STAGE_DIR")}
 FINDER = '''"""As setuptools writes it for packages that are in no folder src."""
@@ -169,6 +169,27 @@ def test_two_packers_at_once_make_one_archive(environment, tmp_path):
     assert said[0] == said[1] != ""
     names = [path.name.partition("-")[0].partition(".")[0] for path in (tmp_path / "both").iterdir()]
     assert sorted(names) == ["archive", "environment", "lock"]
+
+
+def test_who_cannot_write_the_environment_takes_the_archive_inside(environment, tmp_path):
+    python = Path(environment[0])
+    archive = packed(python)
+    venv = python.parents[1]
+    for is_stale in (False, True):
+        if is_stale:
+            (environment[2] / "edited" / "newer.py").write_text("y = 3\n")
+        protect = f"mount --bind {venv} {venv} && mount -o remount,ro,bind {venv}"
+        words = [*with_own_mounts(), "sh", "-c", f"{protect} && exec {python} -m mpispeed stage pack"]
+        done = subprocess.run(
+            words,
+            env={**ENVIRON, "XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+        )
+        assert done.returncode == 0, done.stderr
+        assert (str(archive["path"]) in done.stdout, any(tmp_path.iterdir())) == (not is_stale, is_stale)
 
 
 def test_a_loop_of_links_is_refused(environment):

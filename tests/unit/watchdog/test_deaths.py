@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.mesh.recorder import CallSequence, FlightRecorder
 from mpispeed.watchdog.deaths import Deaths
 from mpispeed.watchdog.exits import MemoryFacts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpispeed.base import recorder_file as form
-from mpispeed.base.recorder_file import Kind, Order, State
+from mpispeed.base.recorder_words import OTHER, Kind, Order, State
 from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.backends.solo import SoloTransport, solo_comm
 from mpispeed.mesh.collectives.group import CommTrace, Group
@@ -188,7 +188,7 @@ def test_threads_of_the_user_leave_everything_open(pair):
     thread = threading.Thread(target=begin, args=(recorder, CallSequence.root("own", (0, 1))))
     thread.start()
     thread.join()
-    assert view.news()[0].thread == form.OTHER
+    assert view.news()[0].thread == OTHER
     assert int(view.field("is_open")) == 1
     assert view.blocked_since() == 0.0
 

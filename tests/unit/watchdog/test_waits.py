@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.watchdog.wait_graph import Doing, RankState, judge
 
 WORLD, PAIR, LANE = 1, 2, 3

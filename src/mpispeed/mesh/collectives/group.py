@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import CommError
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.base.units import format_bytes
 from mpispeed.mesh import recorder as recorders
 from mpispeed.mesh.recorder import CallSequence

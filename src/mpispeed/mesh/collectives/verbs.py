@@ -13,7 +13,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import CommError
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.mesh.collectives import device_verbs, host_collectives
 from mpispeed.mesh.collectives.group import Call, Group
 from mpispeed.mesh.collectives.host_collectives import (

@@ -15,7 +15,7 @@ import torch
 
 from mpispeed.base import device as devices
 from mpispeed.base.errors import AgreementError, CommError, MpispeedError, StoreError
-from mpispeed.base.recorder_file import Kind
+from mpispeed.base.recorder_words import Kind
 from mpispeed.base.units import format_list
 from mpispeed.mesh import recorder as recorders
 

@@ -110,7 +110,9 @@ def define(
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    # Level 0 takes torch's own file for the one that registers. Ours would be looked up each time, which resolves the
+    # paths of all modules loaded so far: two thousand requests to the file system per rank.
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library, _stacklevel=0)
     op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     made = Operator(op, run, autocast, follow)
     if autocast:
