@@ -1,4 +1,4 @@
-"""What checkpoints and matrices say of a layer's parameter that is cut over the model axis."""
+"""Descriptions of parameters that layers cut over the model axis, for checkpoints and for matrices."""
 
 from __future__ import annotations
 
