@@ -103,17 +103,27 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w-]", "", heading.lower())
 
 
-def members(cls: type) -> Iterator[str]:
-    """A line for each public method and property that is defined in the package, base classes included."""
-    if issubclass(cls, enum.Enum):
-        yield "Members: " + ", ".join(f"`{name}`" for name in cls.__members__) + "."
-        return
+def members_of_enum(cls: type) -> str:
+    """The names of an enum in a line; "" for other classes."""
+    names = ", ".join(f"`{name}`" for name in cls.__members__) if issubclass(cls, enum.Enum) else ""
+    return names and f"Members: {names}."
+
+
+def public_members(cls: type) -> list[tuple[str, Any]]:
+    """Names and values that the package defines in a class or its bases, by name."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("mpispeed"):
             found |= {name: value for name, value in vars(base).items() if not name.startswith("_")}
-    for name in sorted(found):
-        value = found[name]
+    return sorted(found.items(), key=lambda item: item[0])
+
+
+def members(cls: type) -> Iterator[str]:
+    """A line for each public method and property that is defined in the package, base classes included."""
+    if names := members_of_enum(cls):
+        yield names
+        return
+    for name, value in public_members(cls):
         plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(value, property | Value):
             yield f"- `.{name}`: {first_sentence(value)}"

@@ -6,7 +6,6 @@ directives of Sphinx's Python domain here. The list of names and the signatures 
 
 from __future__ import annotations
 
-import enum
 import importlib
 import importlib.util
 import inspect
@@ -117,15 +116,10 @@ def entry(reference: Any, place: str, name: str, firsts: dict[int, str]) -> Iter
 
 def members(reference: Any, cls: type) -> Iterator[str]:
     """Directives of the public methods and properties that the package defines, base classes included."""
-    if issubclass(cls, enum.Enum):
-        yield "Members: " + ", ".join(f"`{name}`" for name in cls.__members__) + ".\n"
+    if names := reference.members_of_enum(cls):
+        yield f"{names}\n"
         return
-    found: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__.startswith("mpispeed"):
-            found |= {name: value for name, value in vars(base).items() if not name.startswith("_")}
-    for name in sorted(found):
-        value = found[name]
+    for name, value in reference.public_members(cls):
         plain = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(value, property | reference.Value):
             yield f":::{{py:property}} {name}"
