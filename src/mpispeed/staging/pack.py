@@ -102,7 +102,7 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
     except OSError as error:
         msg = f"the folder {folder} of the archive cannot be made: {error.strerror}; give another one with --output"
         raise StagingError(msg) from error
-    if output is not None:
+    if folder != Path(sys.prefix) / INSIDE:
         _require_trusted(folder)
     paths = own_paths()
     with _only_packer(folder):

@@ -73,8 +73,8 @@ def test_an_optimizer_of_another_type_takes_no_parameters_of_the_site(site):
 
 
 def test_an_optimizer_of_another_type_keeps_locked_parameters(site):
-    path = site('locked = ["optimizer.params.weight_decay"]\n[config]\noptimizer = {type = "AdamW", params = {lr = 0.1, '
-                "weight_decay = 0.2}}\n")  # fmt: skip
+    text = 'optimizer = {type = "AdamW", params = {lr = 0.1, weight_decay = 0.2}}'
+    path = site(f'locked = ["optimizer.params.weight_decay"]\n[config]\n{text}\n')
     loaded = load({**MICRO, "optimizer": {"type": "Lion"}})
     assert loaded.config.optimizer.params == {"weight_decay": 0.2}
     assert loaded.origins["optimizer.params.weight_decay"] == f"site file {path}"
