@@ -123,7 +123,7 @@ def chosen_site(name: str | None, environ: Mapping[str, str] | None = None) -> S
     file = current(environ)
     name = name or file.profile
     site = find_site(name, environ) if name else Site()
-    lines = (f"export {variable}=${{{variable}:-{shlex.quote(value)}}}" for variable, value in file.environment.items())
+    lines = (f"export {variable}=${{{variable}-{shlex.quote(value)}}}" for variable, value in file.environment.items())
     return replace(site, setup=(*lines, *site.setup))
 
 
