@@ -8,6 +8,7 @@
 #
 # It always ends with 0: SLURM would drain the node otherwise.
 set -u
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin # whatever has called it
 job="${SLURM_JOB_ID:-}" user="${SLURM_JOB_UID:-}"
 if ! [[ "$job" =~ ^[0-9]+$ && "$user" =~ ^[0-9]+$ ]]; then
     echo "epilog of mpispeed: SLURM_JOB_ID is '$job', SLURM_JOB_UID '$user'; nothing is removed" >&2

@@ -2,4 +2,6 @@
 # the shared file system. It is removed at the end; where this shell is killed, by the site's epilog (slurm/epilog.sh).
 staged_lines=$$($staging_command begin$staging_options)
 eval "$$staged_lines"
-trap 'env -u PYTHONNOUSERSITE $staging_command end "$$MPISPEED_STAGED" || :' EXIT
+# shellcheck disable=SC2317
+end_staging() { env -u PYTHONNOUSERSITE $staging_command end "$$MPISPEED_STAGED" || :; }
+trap end_staging EXIT

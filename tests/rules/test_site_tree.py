@@ -59,6 +59,16 @@ def test_a_link_to_nothing_does_not_pass():
         rewrite("[x](gone.md)", "docs/guides/muon.md", ROOT, lambda _: None)
 
 
+def test_a_link_out_of_the_repository_is_no_page_of_the_site(tmp_path):
+    root = tmp_path / "root"
+    (root / "docs").mkdir(parents=True)
+    (tmp_path / "secret.txt").touch()
+    (root / "docs" / "by-link.txt").symlink_to(tmp_path / "secret.txt")
+    for target in ("../../secret.txt", "by-link.txt"):
+        with pytest.raises(ValueError, match="leads out of the repository"):
+            rewrite(f"[x]({target})", "docs/page.md", root, lambda _: None)
+
+
 def test_broken_links_are_named_with_their_lines(tmp_path):
     (tmp_path / "other.md").write_text("# Title\n## A `name`, twice\n## A `name`, twice\n")
     page = tmp_path / "page.md"

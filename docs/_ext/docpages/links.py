@@ -138,7 +138,7 @@ def rewrite(text: str, source: str, root: Path, uses: Callable[[str], None], as_
         as_page: the page of the site that shows the text, if it is not the file's own.
 
     Raises:
-        ValueError: a link leads to nothing.
+        ValueError: a link leads to nothing, or out of the repository.
     """
     here = PurePosixPath(as_page or docname(source)).parent
 
@@ -148,6 +148,9 @@ def rewrite(text: str, source: str, root: Path, uses: Callable[[str], None], as_
             return found[0]
         path = Path(os.path.normpath(PurePosixPath(source).parent / target)).as_posix()
         generated = GENERATED.get(path)
+        if not (root / path).resolve().is_relative_to(root.resolve()):
+            message = f"{source}: the link to {target} leads out of the repository"
+            raise ValueError(message)
         if not generated and not (root / path).exists():
             message = f"{source}: the link to {target} leads to nothing"
             raise ValueError(message)

@@ -95,8 +95,8 @@ def read_site_file(environ: Mapping[str, str] = os.environ, system: Path = SYSTE
     if not named and not path.exists():
         return NONE
     try:
-        owner = _require_safe(path, system if named else path)
-        text = read_plain(path, LARGEST_BYTES, follows_links=True).decode("utf-8-sig")
+        owner, real = _require_safe(path, system if named else path)
+        text = read_plain(real, LARGEST_BYTES, follows_links=True).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         cure = f"correct {VARIABLE}, or unset it" if named else "ask the administrators of this site"
@@ -105,8 +105,8 @@ def read_site_file(environ: Mapping[str, str] = os.environ, system: Path = SYSTE
     return _parse(text, str(path), owner)
 
 
-def _require_safe(path: Path, system: Path) -> str:
-    """The owner of a file that only its owner can write or replace.
+def _require_safe(path: Path, system: Path) -> tuple[str, Path]:
+    """The owner of a file that only its owner can write or replace, and its path without links.
 
     Raises:
         ConfigError: others can; or the system's own file is there, and this one belongs to neither root nor its owner.
@@ -118,10 +118,13 @@ def _require_safe(path: Path, system: Path) -> str:
     if status.st_mode & _WRITABLE:
         msg = f"the site file {where} can be written by others than its owner; chmod go-w {where}"
         raise ConfigError(msg)
-    for folder in real.parents:
+    # Folders on the way to a link may also be those of who starts the run.
+    known = (*real.parents, *(folder for folder in path.absolute().parents if folder not in real.parents))
+    for folder in known:
         about = folder.stat()
         is_open = about.st_mode & _WRITABLE and not about.st_mode & stat.S_ISVTX
-        if not is_open and about.st_uid in (0, status.st_uid):
+        owners = (0, status.st_uid) if folder in real.parents else (0, status.st_uid, os.geteuid())
+        if not is_open and about.st_uid in owners:
             continue
         parent = printable(str(folder))
         msg = (
@@ -136,7 +139,7 @@ def _require_safe(path: Path, system: Path) -> str:
             f"{own} can stand in its place: unset {VARIABLE}"
         )
         raise ConfigError(msg)
-    return _user(status.st_uid)
+    return _user(status.st_uid), real
 
 
 def _user(number: int) -> str:

@@ -85,7 +85,7 @@ def clean(stage_dir: Path | None, *, dry_run: bool) -> None:
     from mpispeed.staging.folders import left_over, remove
     from mpispeed.staging.places import candidates
 
-    for path in list(left_over(candidates(str(stage_dir or "")))):
+    for path in left_over(candidates(str(stage_dir or ""))):
         if not dry_run:
             remove(path)
         click.echo(path)

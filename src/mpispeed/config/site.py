@@ -46,7 +46,8 @@ def translate_site(site: SiteFile) -> legacy.Translation:
 def lay_under(done: legacy.Translation, site: SiteFile) -> None:
     """Put the site's defaults under translated settings, and add a problem for each change of what is locked.
 
-    "auto" counts as absent. Of an optimizer or a schedule of another type the site's parameters are left out.
+    "auto" counts as absent. Of an optimizer or a schedule of another type the site's parameters are left out, but for
+    locked ones.
 
     Raises:
         ConfigError: as `translate_site`.
@@ -55,6 +56,14 @@ def lay_under(done: legacy.Translation, site: SiteFile) -> None:
     done.warnings += [f"{site.path}: {warning}" for warning in below.warnings]
     done.problems += _find_changed(done, below.data, site)
     _merge(done, done.data, below.data, "", site)
+    for path, value in _locked_values(below.data, site):
+        if not _entries(done.data, path):
+            legacy.put(done.data, path, copy.deepcopy(value))
+            _note(done, path, value, site)
+
+
+def _locked_values(below: Mapping[str, Any], site: SiteFile) -> list[tuple[str, Any]]:
+    return [entry for locked in map(_canonical, site.locked) for entry in _entries(below, locked)]
 
 
 def name_source(problems: Iterable[Problem], done: legacy.Translation) -> list[Problem]:

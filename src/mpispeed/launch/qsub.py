@@ -15,7 +15,7 @@ from string import Template
 from mpispeed.base import assets
 from mpispeed.base.commands import run_command
 from mpispeed.base.errors import ConfigError, UsageError
-from mpispeed.launch.sites import Site, seconds_of
+from mpispeed.launch.sites import Site, lines_of, seconds_of
 
 SUBMIT_SECONDS, CHECK_SECONDS = 120.0, 20.0
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]{0,229}")
@@ -70,8 +70,9 @@ def fill(request: QsubRequest, site: Site) -> str:
     if not _NAME.fullmatch(request.job_name):
         msg = f"the name of the job is {request.job_name!r}; PBS takes a letter, then letters, digits, dots and dashes"
         raise ConfigError(msg)
-    if not re.fullmatch(r"[\w./+=@:,-]+", str(request.run_folder)):
-        msg = f"the run folder is {request.run_folder}; PBS takes no spaces there; choose another --run-dir"
+    if not re.fullmatch(r"[\w./+=@-]+", str(request.run_folder)):
+        msg = f"the run folder is {request.run_folder}; PBS takes no spaces, commas or colons there, as it takes what "
+        msg += "stands before a colon for a host; choose another --run-dir"
         raise ConfigError(msg)
     folder = assets.folder("slurm")
     again = (folder / "parts" / "resubmit.sh").read_text().rstrip("\n").replace("$$", "$") if request.resubmits else ""
@@ -138,7 +139,7 @@ def _seconds(request: QsubRequest, site: Site) -> int:
 
 def _flags(request: QsubRequest, site: Site) -> list[str]:
     known = {"-q": request.queue or site.partition, "-A": request.account or site.account}
-    return [*(f"{flag} {value}" for flag, value in known.items() if value), *request.flags]
+    return lines_of([*(f"{flag} {value}" for flag, value in known.items() if value), *request.flags])
 
 
 def check(text: str) -> tuple[list[str], list[str]]:

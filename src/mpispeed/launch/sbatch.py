@@ -16,7 +16,7 @@ from mpispeed.base import assets
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch.mpirun import Family, find_mpirun
 from mpispeed.launch.program import without_folder
-from mpispeed.launch.sites import Site, seconds_of
+from mpispeed.launch.sites import Site, lines_of, seconds_of
 from mpispeed.launch.submit import Partition
 
 TEMPLATES = ("single", "multi", "array", "requeue", "container", "torch", "generate", "tune", "data")
@@ -220,7 +220,8 @@ def _flags(request: Request, site: Site, gpus: int) -> list[str]:
         "gpus-per-node": gpus or None,
         "signal": f"B:USR1@{request.signal_seconds}" if request.signal_seconds else None,
     }
-    return [*(f"--{name}={value}" for name, value in known.items() if value), *site.sbatch_flags, *request.flags]
+    given = (f"--{name}={value}" for name, value in known.items() if value)
+    return lines_of([*given, *site.sbatch_flags, *request.flags])
 
 
 def signal_seconds(time: str) -> int:

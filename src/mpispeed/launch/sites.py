@@ -99,6 +99,19 @@ def seconds_of(text: str) -> float:
     return 60.0 * int(text) if text.isdigit() else parse_duration(text)
 
 
+def lines_of(flags: list[str]) -> list[str]:
+    """Flags for the head of a batch script, one in a line.
+
+    Raises:
+        ConfigError: one has a line break: the shell of the job would run what stands behind it.
+    """
+    for flag in flags:
+        if not flag.isprintable():
+            msg = f"the flag {flag!r} of the batch job has a line break or a control character; take it out"
+            raise ConfigError(msg)
+    return flags
+
+
 def chosen_site(name: str | None, environ: Mapping[str, str] | None = None) -> Site:
     """The profile of that name, or that of the site file, or an empty one; with the variables of the site file.
 
@@ -110,7 +123,7 @@ def chosen_site(name: str | None, environ: Mapping[str, str] | None = None) -> S
     file = current(environ)
     name = name or file.profile
     site = find_site(name, environ) if name else Site()
-    lines = (f"export {variable}=${{{variable}:-{shlex.quote(value)}}}" for variable, value in file.environment.items())
+    lines = (f"export {variable}=${{{variable}-{shlex.quote(value)}}}" for variable, value in file.environment.items())
     return replace(site, setup=(*lines, *site.setup))
 
 

@@ -120,11 +120,12 @@ def _check(folders: Sequence[str], members: Sequence[Member], data_bytes: int) -
     """Refuse paths that leave the folder, that come twice or without their folder, and data that overlap."""
     known = set(folders)
     paths = [*folders, *(member.path for member in members)]
-    if len(set(paths)) != len(paths):
-        twice = next(path for number, path in enumerate(paths) if path in paths[:number])
-        msg = f"the archive has two members {twice!r}"
-        raise StagingError(msg)
+    seen: set[str] = set()
     for path in paths:
+        if path in seen:
+            msg = f"the archive has two members {path!r}"
+            raise StagingError(msg)
+        seen.add(path)
         words = path.split("/")
         if path.startswith("/") or "\0" in path or any(word in ("", ".", "..") for word in words):
             msg = f"the archive has a member that would leave its folder: {path!r}"

@@ -9,6 +9,7 @@ next point where they meet, and leave together: rank 0 with code 1 and a sentenc
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import socket
@@ -24,6 +25,7 @@ from mpi4py import MPI
 
 from mpispeed.base.errors import StagingError
 from mpispeed.staging import unpack
+from mpispeed.staging.folders import locked
 from mpispeed.staging.spread import common_place
 
 if TYPE_CHECKING:
@@ -54,12 +56,21 @@ def stage(leaders: Comm, archive: Path, seal: str, begin_words: Sequence[str]) -
 
     Collective over: the leaders.
     """
+    with contextlib.ExitStack() as held:
+        return _stage(leaders, archive, seal, unpack.arguments(["begin", *begin_words]), held)
+
+
+def _stage(
+    leaders: Comm, archive: Path, seal: str, asked: argparse.Namespace, held: contextlib.ExitStack
+) -> tuple[str, Path | None]:
+    """See `stage`; `held` keeps the locks of the folders, which nobody cleans away while the archive is sent."""
     made: list[Path] = []
     problem = ""
-    asked = unpack.arguments(["begin", *begin_words])
     try:
         made = unpack.begin(asked.name, asked.bytes, asked.inodes, asked.place)
-    except StagingError as error:
+        for path in made:
+            held.enter_context(locked(path))
+    except (StagingError, OSError) as error:
         problem = str(error)
     failed = _meet(leaders, problem)
     folder: Path | None = None
@@ -97,8 +108,8 @@ def _sent(leaders: Comm, archive: Path, copy: Path) -> str:
     chunk = bytearray(min(size, CHUNK_BYTES))
     for begin in range(0, size, CHUNK_BYTES):
         piece = memoryview(chunk)[: min(CHUNK_BYTES, size - begin)]
-        if source >= 0 and not problem and os.preadv(source, [piece], begin) != len(piece):
-            problem = f"{archive} became shorter while it was sent"
+        if source >= 0 and not problem:
+            problem = _read(source, piece, begin, archive)
         leaders.Bcast(piece)
         try:
             if target >= 0 and not problem:
@@ -109,6 +120,20 @@ def _sent(leaders: Comm, archive: Path, copy: Path) -> str:
         if file >= 0:
             os.close(file)
     return problem
+
+
+def _read(file: int, piece: memoryview, begin: int, archive: Path) -> str:
+    """Fill `piece` from the file; return what went wrong."""
+    done = 0
+    try:
+        while done < len(piece):
+            count = os.preadv(file, [piece[done:]], begin + done)
+            if not count:
+                return f"{archive} became shorter while it was sent"
+            done += count
+    except OSError as error:
+        return f"{archive} cannot be read: {error.strerror}"
+    return ""
 
 
 def _unpacked(copy: Path, seal: str, folder: Path) -> str:

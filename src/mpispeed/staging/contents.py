@@ -172,7 +172,7 @@ def _script(name: str, source: str, paths: Paths) -> File:
     """A file of `bin`; the Python of a script becomes that of the archive."""
     is_executable = os.access(source, os.X_OK)
     with Path(source).open("rb") as file:
-        text = file.read(1 << 20) if file.peek(2)[:2] == b"#!" else b""
+        text = file.read() if file.peek(2)[:2] == b"#!" else b""
     first, newline, rest = text.partition(b"\n")
     own = {os.fsencode(sys.prefix), os.fsencode(paths.prefix)}
     if any(first.startswith((b"#!" + folder + b"/bin/python", b"#! " + folder + b"/bin/python")) for folder in own):
@@ -220,7 +220,7 @@ import fcntl, os
 
 try:
     file = os.open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "{up}", "lock"), os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_SH)
 except OSError:
     pass
 '''

@@ -56,7 +56,12 @@ def make_folder(path: Path) -> None:
     except OSError as error:
         msg = f"{path} cannot be made: {error.strerror}"
         raise StagingError(msg) from None
-    os.close(os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        os.close(os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        path.rmdir()
+        msg = f"{path}/lock cannot be made: {error.strerror}"
+        raise StagingError(msg) from None
 
 
 def check_folder(path: Path) -> None:
@@ -81,13 +86,18 @@ def check_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, *, is_exclusive: bool = False) -> Iterator[bool]:
-    """Hold the lock of a folder; False if others hold it."""
+    """Hold the lock of a folder; False, which is of the exclusive one only, if others hold it.
+
+    Who wants to share it waits: the exclusive one is held for the moment of a look, or until the folder is removed.
+    """
     file = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(file, (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
+        is_ours = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if is_exclusive else fcntl.LOCK_SH)
+        except BlockingIOError:
+            is_ours = False
+        yield is_ours
     finally:
         os.close(file)
 
@@ -111,7 +121,10 @@ def remove(path: Path) -> None:
 
 
 def left_over(places: Sequence[Path], job: str = "") -> Iterator[Path]:
-    """Folders of this user that no process uses and whose job is over; those of `job` itself by their age only."""
+    """Folders of this user that no process uses and whose job is over; those of `job` itself by their age only.
+
+    While the caller has one, no process can begin to use it: it is to be removed before the next one is asked for.
+    """
     for place in places:
         try:
             names = sorted(path.name for path in place.iterdir())
@@ -123,18 +136,27 @@ def left_over(places: Sequence[Path], job: str = "") -> Iterator[Path]:
                 continue
             with contextlib.suppress(StagingError, OSError):
                 check_folder(place / name)
-                if _is_over(place / name, match[2], job):
-                    yield place / name
+                if _age(place / name) < GRACE_SECONDS:
+                    continue
+                with contextlib.ExitStack() as held:
+                    has_lock = os.path.lexists(place / name / "lock")
+                    if has_lock and not held.enter_context(locked(place / name, is_exclusive=True)):
+                        continue
+                    if not has_lock or _is_over(match[2], job, _age(place / name)):
+                        yield place / name
 
 
-def _is_over(path: Path, job: str, own: str) -> bool:
-    if not (path / "lock").exists():
-        return time.time() - path.stat().st_mtime > GRACE_SECONDS
-    with locked(path, is_exclusive=True) as is_free:
-        age = time.time() - (path / "lock").stat().st_mtime
-        if not is_free or age < GRACE_SECONDS:
-            return False
-    return not job.isdigit() or job == own or _has_ended(job, age)
+def _age(path: Path) -> float:
+    """Seconds since somebody last had to do with a folder: an archive may be on its way into it for long."""
+    dates = []
+    for name in ("lock", "archive.tar"):
+        with contextlib.suppress(FileNotFoundError):
+            dates.append((path / name).lstat().st_mtime)
+    return time.time() - max(dates, default=path.stat().st_mtime)
+
+
+def _is_over(job: str, own: str, age_seconds: float) -> bool:
+    return age_seconds >= GRACE_SECONDS and (not job.isdigit() or job == own or _has_ended(job, age_seconds))
 
 
 def _has_ended(job: str, age_seconds: float) -> bool:

@@ -102,6 +102,8 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
     except OSError as error:
         msg = f"the folder {folder} of the archive cannot be made: {error.strerror}; give another one with --output"
         raise StagingError(msg) from error
+    if folder != Path(sys.prefix) / INSIDE:
+        _require_trusted(folder)
     paths = own_paths()
     with _only_packer(folder):
         known = find_packed(folder)
@@ -120,6 +122,22 @@ def _installed(exclude: Sequence[str] | None) -> Archive | None:
         return None
     wanted = known.exclude if exclude is None else exclude
     return known if known.key == key_of(own_paths(), wanted) else None
+
+
+def _require_trusted(folder: Path) -> None:
+    """Refuse a folder where others could put an archive of theirs for us to start from.
+
+    Raises:
+        StagingError: it belongs to another user, or everybody can write there.
+    """
+    status = folder.stat()
+    if status.st_uid in (0, os.geteuid(), Path(sys.prefix).stat().st_uid) and not status.st_mode & 0o002:
+        return
+    msg = (
+        f"the folder {folder} belongs to user {status.st_uid} (mode {status.st_mode & 0o7777:o}), and others could put "
+        "an archive of theirs there; give a folder of your own with --output"
+    )
+    raise StagingError(msg)
 
 
 def find_packed(folder: Path) -> Archive | None:
@@ -237,7 +255,9 @@ def write_archive(file: IO[bytes], contents: Contents) -> tuple[Seal, dict[str, 
             file.write(head)
             offset += len(head)
             digest = _copy(source, file, size, entry.path)
-        kind = "t" if entry.text is not None and PLACEHOLDER in entry.text else "f"
+        # Bytecode of our own modules has the word as a constant, whose length counts.
+        names_folder = entry.text is not None and PLACEHOLDER in entry.text and not entry.path.endswith(".pyc")
+        kind = "t" if names_folder else "f"
         lines.append(f"{kind} {header.mode:o} {mtime} {size} {offset} {digest} {entry.path}")
         offset += _pad(file, size)
         room += -(-size // 4096) * 4096
@@ -270,12 +290,12 @@ def folders_of(paths: Iterable[str]) -> list[str]:
 @contextlib.contextmanager
 def _opened(entry: File) -> Iterator[tuple[IO[bytes], int, int]]:
     """A file's data, size and date."""
+    if "\n" in entry.path:
+        msg = f"{entry.source or entry.path!r} has a line break in its name, which an archive cannot hold; rename it"
+        raise StagingError(msg)
     if entry.text is not None:
         yield io.BytesIO(entry.text), len(entry.text), entry.mtime
         return
-    if "\n" in entry.path:
-        msg = f"{entry.source!r} has a line break in its name, which an archive cannot hold; rename or remove it"
-        raise StagingError(msg)
     with Path(entry.source).open("rb") as source:
         status = os.fstat(source.fileno())
         yield source, status.st_size, max(0, int(status.st_mtime))

@@ -18,7 +18,7 @@ def candidates(place: str = "") -> list[Path]:
     """Places to look at: the one that was asked for, else that of MPISPEED_STAGE_DIR, else TMPDIR, /tmp, /dev/shm."""
     asked = place or os.environ.get("MPISPEED_STAGE_DIR", "")
     names = [asked] if asked else [os.environ.get("TMPDIR", ""), *PLACES]
-    return [Path(name) for name in dict.fromkeys(names) if name]
+    return [Path(name).absolute() for name in dict.fromkeys(names) if name]
 
 
 def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = False) -> str:
@@ -32,7 +32,8 @@ def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = Fa
     free_inodes = room.f_favail if room.f_files else need_inodes
     reasons = {
         "it is no folder": not stat.S_ISDIR(status.st_mode),
-        "another user can move what is in it": any(map(_is_others, (where, *where.parents))),
+        "its name has a tab or a line break": bool(re.search(r"[\t\r\n]", str(place))),
+        "another user can move what is in it": any(map(_is_others, (where, *where.parents, *place.parents))),
         "it cannot be written": not os.access(place, os.W_OK | os.X_OK),
         "it is mounted with noexec": bool(room.f_flag & os.ST_NOEXEC),
         f"it is on a shared file system ({kind})": not is_asked and (kind in _SHARED or kind.startswith("fuse")),

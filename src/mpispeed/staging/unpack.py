@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if not __package__:  # started by its path, without site-packages
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind the standard library
 from mpispeed.base.errors import StagingError
 from mpispeed.staging.archive import PLACEHOLDER, Manifest, Member, Seal, read_manifest
 from mpispeed.staging.folders import check_folder, job_of, left_over, locked, make_folder, remove
@@ -125,8 +125,9 @@ def _write(folder: Path, archive: int, member: Member) -> None:
     mode = 0o700 if member.mode & 0o111 else 0o600
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
-        for begin in range(0, member.size, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, member.size - begin)
+        longest = member.size if member.is_text else _PIECE_BYTES  # the word of a text must be in one piece
+        for begin in range(0, member.size, max(1, longest)):
+            length = min(longest, member.size - begin)
             piece = os.pread(archive, length, member.offset + begin)
             if len(piece) != length:
                 msg = f"the archive ends inside of {member.path!r}"
@@ -167,7 +168,7 @@ def begin(name: str, need_bytes: int, need_inodes: int, place: str = "") -> list
     job = job_of(name)
     places = candidates(place)
     is_asked = bool(place or os.environ.get("MPISPEED_STAGE_DIR"))
-    for path in list(left_over(places, job)):
+    for path in left_over(places, job):
         with contextlib.suppress(StagingError):
             remove(path)
     made: list[Path] = []
@@ -268,7 +269,7 @@ def main(words: Sequence[str] | None = None) -> int:
         elif asked.command == "end":
             end(asked.folder)
         else:
-            for path in list(left_over(candidates(asked.place))):
+            for path in left_over(candidates(asked.place)):
                 remove(path)
                 sys.stdout.write(f"{path}\n")
     except StagingError as error:

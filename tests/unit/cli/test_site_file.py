@@ -64,7 +64,7 @@ def test_batch_jobs_have_its_profile_and_its_variables(site):
     for command, queue in (("sbatch", "#SBATCH --partition=of-site"), ("qsub", "#PBS -q of-site")):
         script = shown(command, "--dry-run", "train.py")
         assert queue in script
-        assert "export SITE_WORD=${SITE_WORD:-'it'\"'\"'s $HOME'}\n" in script
+        assert "export SITE_WORD=${SITE_WORD-'it'\"'\"'s $HOME'}\n" in script
     own = site.parent / "own.toml"
     own.write_text('partition = "own"\n')
     assert chosen_site(str(own)).partition == "own"

@@ -72,6 +72,15 @@ def test_an_optimizer_of_another_type_takes_no_parameters_of_the_site(site):
     assert load({**MICRO, "optimizer": {"type": "Lion"}}).config.optimizer.params == {}
 
 
+def test_an_optimizer_of_another_type_keeps_locked_parameters(site):
+    text = 'optimizer = {type = "AdamW", params = {lr = 0.1, weight_decay = 0.2}}'
+    path = site(f'locked = ["optimizer.params.weight_decay"]\n[config]\n{text}\n')
+    loaded = load({**MICRO, "optimizer": {"type": "Lion"}})
+    assert loaded.config.optimizer.params == {"weight_decay": 0.2}
+    assert loaded.origins["optimizer.params.weight_decay"] == f"site file {path}"
+    assert load(MICRO).config.optimizer.params == {"lr": 0.1, "weight_decay": 0.2}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -144,6 +153,17 @@ def test_a_file_that_others_may_write_is_refused(site, tmp_path):
     path.chmod(0o606)
     with pytest.raises(ConfigError, match="written by others"):
         read_site_file({VARIABLE: str(link)})
+
+
+def test_a_link_that_others_may_put_elsewhere_is_refused(site, tmp_path):
+    path, folder = site(), tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link.toml").symlink_to(path)
+    environ = {VARIABLE: str(folder / "link.toml")}
+    assert read_site_file(environ).profile == "mpich"
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"replaced by others.*{folder}"):
+        read_site_file(environ)
 
 
 def test_a_file_that_is_not_there(tmp_path):

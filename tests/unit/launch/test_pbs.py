@@ -154,6 +154,19 @@ if MPI.COMM_WORLD.rank == 0:
 """
 
 
+@pytest.mark.parametrize("option", ["--queue", "--account", "--flag"])
+def test_what_stands_in_the_head_of_a_script_cannot_become_a_command(tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    words = ["qsub", "--cpus-per-task", "1", "--time", "10", "--run-dir", "run", "-o", "job.sh"]
+    done = CliRunner().invoke(cli, [*words, option, "x\ntouch evil", "train.py"])
+    assert isinstance(done.exception, ConfigError)
+    assert "has a line break" in str(done.exception)
+    words[words.index("run")] = "at 12:00"
+    assert "takes no spaces, commas or colons" in str(CliRunner().invoke(cli, [*words, "train.py"]).exception)
+    assert not (tmp_path / "job.sh").exists()
+
+
 def script_of(folder, *words):
     """The script that `mpispeed qsub` writes for a run on 2 ranks."""
     (folder / "train.py").write_text(TRAIN)

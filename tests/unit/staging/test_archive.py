@@ -74,6 +74,26 @@ def test_what_is_packed_comes_out(place, packed, workers):
     assert not list(place.iterdir())
 
 
+def test_the_folder_stands_for_its_word_in_texts_of_any_length_and_in_no_bytecode(tmp_path, place):
+    text = b"x" * ((4 << 20) - 5) + archive.PLACEHOLDER + b"y"
+    code = b"\r\r\n" + archive.PLACEHOLDER
+    contents = Contents("bin/python")
+    for name, data in (("bin/long", text), ("x/__pycache__/archive.cpython-311.pyc", code)):
+        contents.files[name] = File(name, text=data)
+    with (tmp_path / "x.tar").open("wb") as file:
+        seal, _ = write_archive(file, contents)
+    folder = made(place)
+    unpack.unpack(tmp_path / "x.tar", seal, folder, workers=1)
+    assert (folder / "bin/long").read_bytes() == text.replace(archive.PLACEHOLDER, os.fsencode(folder))
+    assert (folder / "x/__pycache__/archive.cpython-311.pyc").read_bytes() == code
+
+
+def test_a_name_with_a_line_break_is_refused(tmp_path):
+    name = "bin/x\nf 755 1 3 0 0 y"
+    with io.BytesIO() as file, pytest.raises(StagingError, match="has a line break in its name"):
+        write_archive(file, Contents("bin/python", "", {name: File(name, text=b"#!/bin/sh\n")}))
+
+
 def test_people_can_look_into_it(packed):
     path, seal, _, big = packed
     with tarfile.open(path) as tar:

@@ -27,7 +27,7 @@ def test_every_start_of_a_rank_is_from_the_copy(template, tmp_path):
     done = subprocess.run(["bash", "-n", tmp_path / "job"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shared = [line for line in text.splitlines() if "'/my env/python'" in line]
-    assert [line.split("=")[0].split()[0] for line in shared] == ["staged_lines", "trap"]
+    assert [line.split("=")[0].split()[0] for line in shared] == ["staged_lines", "end_staging()"]
     assert shared[0].endswith(" stage begin --stage-dir '/local disk')")
     assert '"$staged_python" -m' in text
 
@@ -38,9 +38,11 @@ def test_without_the_option_nothing_of_it_is_there():
     assert "'/my env/python' -m mpi4py train.py" in text
 
 
-def test_the_lines_are_run_before_the_ranks_and_undone_at_the_end(tmp_path):
+@pytest.mark.parametrize("folder", ["plain", "with spaces and 'quotes'"])
+def test_the_lines_are_run_before_the_ranks_and_undone_at_the_end(tmp_path, folder):
     """With a Python that only says how it is called."""
-    python = tmp_path / "python"
+    python = tmp_path / folder / "python"
+    python.parent.mkdir()
     python.write_text(
         '#!/bin/sh\necho "$@" >&2\ncase "$*" in *begin) echo "export MPISPEED_STAGED=/copy staged_python=echo";; esac\n'
     )

@@ -211,6 +211,15 @@ def test_a_folder_that_cannot_be_written_is_told(environment, tmp_path):
     assert (done.returncode, "give another one with --output" in done.stderr) == (2, True)
 
 
+def test_an_archive_that_others_could_have_put_there_is_not_used(environment, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o1777)
+    words = [environment[0], "-m", "mpispeed", "stage", "pack", "-o", tmp_path / "open"]
+    done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)
+    assert (done.returncode, "give a folder of your own with --output" in done.stderr) == (2, True)
+    assert not list((tmp_path / "open").iterdir())
+
+
 def test_without_an_archive_there_is_nothing_to_show(environment, tmp_path):
     words = [environment[0], "-m", "mpispeed", "stage", "show", "-o", tmp_path]
     done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)

@@ -110,6 +110,20 @@ def test_a_place_that_others_could_exchange_is_unfit(place):
     assert places.unfit(inner, 1, 1) == ""
 
 
+def test_a_link_to_a_place_that_others_could_exchange_is_unfit(place, tmp_path):
+    (place / "link").symlink_to(tmp_path)
+    assert places.unfit(place / "link", 1, 1) == ""
+    place.chmod(0o777)
+    assert places.unfit(place / "link", 1, 1) == "another user can move what is in it"
+
+
+def test_places_are_absolute_and_of_one_line(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "a\tb").mkdir()
+    assert places.candidates("a") == [place / "a"]
+    assert places.unfit(place / "a\tb", 1, 1) == "its name has a tab or a line break"
+
+
 @pytest.mark.parametrize("limits", [(("100", "40"), ("max", "9")), (("max", "9"), ("100", "40"))])
 def test_the_smallest_rest_of_memory_counts(tmp_path, limits):
     inner = tmp_path / "job" / "step"
@@ -178,6 +192,43 @@ def test_only_what_is_old_and_unused_is_cleaned_away(place):
         [young, used, made, place / name("p4", uid=UID + 1), place / "mpispeed-env-other"]
     )
     assert list(folders.left_over([place])) == [used]
+
+
+def test_what_is_being_removed_waits_for_nobody_and_is_used_by_nobody(place):
+    """A process that comes meanwhile waits, and then finds nothing: it never goes on with half of a folder."""
+    folder = left(place, "p1", age=folders.GRACE_SECONDS + 60)
+    words = "import sys, pathlib\nfrom mpispeed.staging import folders\nprint('begun', flush=True)\n"
+    words += "with folders.locked(pathlib.Path(sys.argv[1])) as held: print(held, (pathlib.Path(sys.argv[1])).exists())"
+    for path in folders.left_over([place]):
+        late = subprocess.Popen(
+            [sys.executable, "-c", words, path], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": CHECKOUT},
+        )  # fmt: skip
+        assert late.stdout.readline() == "begun\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            late.wait(0.3)
+        folders.remove(path)
+    assert late.communicate()[0] == "True False\n"
+    assert not folder.exists()
+
+
+def test_a_look_at_a_folder_does_not_cost_others_their_lock(place):
+    folder = left(place)
+    with folders.locked(folder, is_exclusive=True), (folder / "lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with folders.locked(folder) as is_held:
+        assert is_held
+        with folders.locked(folder, is_exclusive=True) as is_free:
+            assert not is_free
+
+
+def test_a_folder_that_an_archive_is_sent_to_is_in_use(place):
+    """As by sbcast, of which no process of the node holds the lock."""
+    folder = left(place, "9", age=folders.GRACE_SECONDS + 60)
+    (folder / "archive.tar").write_bytes(b"x")
+    assert list(folders.left_over([place], "9")) == []
+    os.utime(folder / "archive.tar", (time.time() - folders.GRACE_SECONDS - 60,) * 2)
+    assert list(folders.left_over([place], "9")) == [folder]
 
 
 @pytest.mark.parametrize(
