@@ -53,13 +53,25 @@ def require_slots(tb: int | None, mb: int | None, world: int) -> None:
     if mb < 1 or tb < 1 or tb % mb:
         msg = f'reduction "invariant": {TRAIN_BATCH} {tb} is no multiple of {MICRO_BATCH} {mb}; change one of them'
         raise ConfigError(msg)
-    count = tb // mb
-    if count % world:
+    require_dividing_ranks(tb // mb, world, f"{TRAIN_BATCH} {tb} / {MICRO_BATCH} {mb}")
+
+
+def require_dividing_ranks(count: int, ranks: int, origin: str) -> None:
+    """Check that data-parallel ranks divide the micro-batches of a step, for `reduction` "invariant".
+
+    Args:
+        count: micro-batches of a step.
+        ranks: data-parallel ranks.
+        origin: where the count comes from, for the message.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if count % ranks:
         fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         msg = (
-            f'reduction "invariant": {world} data-parallel ranks do not divide the {count} micro-batches of a step '
-            f"({TRAIN_BATCH} {tb} / {MICRO_BATCH} {mb}); start {fitting} of them, or change the batch sizes (which "
-            "makes another run)"
+            f'reduction "invariant": {ranks} data-parallel ranks do not divide the {count} micro-batches of a step '
+            f"({origin}); start {fitting} of them, or change the batch sizes (which makes another run)"
         )
         raise ConfigError(msg)
 

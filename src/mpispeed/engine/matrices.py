@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
-from mpispeed.ckpt.format.logical import ParamInfo
 from mpispeed.ckpt.slices import TensorSlice, place_slice, take_slice
+from mpispeed.engine.cut_info import info_of_cut
 from mpispeed.nn.tensor import cuts
 from mpispeed.optim.muon import matrices_of
 from mpispeed.plan.matrix_owners import Ownership, deal, rounds_of, work_of
@@ -332,16 +332,7 @@ def slices_of(model: nn.Module, size: int) -> dict[str, tuple[TensorSlice, ...]]
     named, found = dict(model.named_parameters()), {}
     for name, cut in cuts(model).items():
         if name in named and cut.kind != "replicated":
-            info = ParamInfo(
-                name,
-                cut.shape,
-                named[name].dtype,
-                tp_kind=cut.kind,
-                tp_dim=cut.dim,
-                tp_sub_sizes=cut.sub_sizes,
-                tp_grains=cut.grains,
-                vocab_size=cut.shape[0] if cut.kind == "vocab" else -1,
-            )
+            info = info_of_cut(name, cut.shape, named[name].dtype, cut)
             found[name] = tuple(TensorSlice(info, rank, size) for rank in range(size))
     return found
 

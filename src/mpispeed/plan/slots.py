@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.config.batch import require_dividing_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,7 @@ class Slots:
     sequence: int = 1
 
     def __post_init__(self) -> None:
-        if self.count % self.ranks:
-            fitting = ", ".join(str(n) for n in range(1, self.count + 1) if self.count % n == 0)
-            msg = (
-                f'reduction "invariant": {self.ranks} data-parallel ranks do not divide the {self.count} micro-batches '
-                f"of train_batch_size; start one of {fitting}, or change train_batch_size or "
-                "train_micro_batch_size_per_gpu (another number of micro-batches is another run)"
-            )
-            raise ConfigError(msg)
+        require_dividing_ranks(self.count, self.ranks, "train_batch_size / train_micro_batch_size_per_gpu")
         if self.ranks % self.together:
             msg = (
                 f'reduction "invariant": groups of {self.together} ranks compute together, and {self.ranks} '

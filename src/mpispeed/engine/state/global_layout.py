@@ -17,6 +17,7 @@ from mpispeed.base.errors import UsageError
 from mpispeed.base.rng import get_rng_tracker
 from mpispeed.ckpt.format.logical import Deferred, LogicalTensor, ParamInfo, Piece, persistent_buffers
 from mpispeed.ckpt.slices import TensorSlice, gather_pieces, read_slice
+from mpispeed.engine.cut_info import info_of_cut
 from mpispeed.engine.state.expert_names import NO_EXPERTS, ExpertNames
 from mpispeed.exchange.saved import Run
 from mpispeed.nn.expert import RoutedExperts
@@ -77,16 +78,8 @@ class GlobalLayout:
         found = {}
         for name, cut in cuts(parts.module).items():
             if name in named:
-                info = ParamInfo(
-                    name,
-                    experts.fused[name].shape(cut.shape) if name in experts.fused else cut.shape,
-                    named[name].dtype,
-                    tp_kind=cut.kind,
-                    tp_dim=cut.dim,
-                    tp_sub_sizes=cut.sub_sizes,
-                    tp_grains=cut.grains,
-                    vocab_size=cut.shape[0] if cut.kind == "vocab" else -1,
-                )
+                shape = experts.fused[name].shape(cut.shape) if name in experts.fused else cut.shape
+                info = info_of_cut(name, shape, named[name].dtype, cut)
                 found[name] = TensorSlice(info, comm.rank, comm.size)
         return cls(parts, found, experts)
 
