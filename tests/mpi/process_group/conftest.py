@@ -14,7 +14,7 @@ SECONDS = timedelta(seconds=20)
 
 
 class Groups(NamedTuple):
-    """The same ranks over MPI and over gloo; `ranks` in their order: not sorted in the sub-group, unless by torch 2.8."""
+    """The same ranks over MPI and over gloo; `ranks` in order: not sorted in the sub-group, unless by torch 2.8."""
 
     ranks: list[int]
     ours: dist.ProcessGroup
