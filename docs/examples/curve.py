@@ -42,8 +42,15 @@ def write(path: Path, points: list[Point]) -> None:
 
 
 def draw(path: Path, points: list[Point]) -> None:
-    """Draw training and validation loss; dotted lines stand where the number of ranks changed."""
-    import matplotlib as mpl  # an option, and slow to import
+    """Draw training and validation loss; dotted lines stand where the number of ranks changed.
+
+    Without matplotlib there is no picture, and a line says so.
+    """
+    try:
+        import matplotlib as mpl  # an option, and slow to import
+    except ImportError:
+        print(f"no {path}: matplotlib is not installed (pip install matplotlib)", flush=True)
+        return
 
     mpl.use("Agg")
     from matplotlib import pyplot

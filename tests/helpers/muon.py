@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.helpers.system import cannot
+
 HYPER = {"lr": 2e-2, "weight_decay": 0.05, "momentum": 0.9}
 """Params of Muon in the tests, with a decay that shows and a momentum that is not the default."""
 
@@ -63,3 +65,9 @@ class PlainMuon(torch.optim.Optimizer):
 def is_hidden(name: str, param: torch.Tensor) -> bool:
     """True for matrices of models without tables."""
     return param.dim() >= 2
+
+
+def needs_muon_of_torch() -> None:
+    """Leave the test out where torch has no Muon to compare with: before 2.9."""
+    if not hasattr(torch.optim, "Muon"):
+        cannot(f"torch.optim.Muon came with torch 2.9, this is torch {torch.__version__}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -378,3 +379,6 @@ def written(text: str) -> str:
 
 if __name__ == "__main__":
     GUIDE.write_text(written(GUIDE.read_text()))
+
+IS_GLOO_OLD = "sort_ranks" not in inspect.signature(dist.new_group).parameters
+"""torch 2.8: gloo has no all_to_all of lists, and its reduce_scatter sums whatever it is asked for."""

@@ -15,7 +15,8 @@ from mpispeed.base.tensor_tree import map_tensors
 
 _MIXED = re.compile(
     r"same dtype|type.* should be the same|dtypes? must be the same|scalar type (of )?(Float|Half|BFloat16)"
-    r"|not match weight dtype|type promoting not supported|Found dtype \w+ but expected",
+    r"|not match weight dtype|type promoting not supported|Found dtype \w+ but expected"
+    r"|must have the type torch\.",  # of recurrent layers, up to torch 2.8
     re.IGNORECASE,
 )
 """What torch's layers and products say about operands of several floating dtypes."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import verbs
-from tests.helpers.torch_verbs import GLOO_TAKES, TABLE, Data, cases
+from tests.helpers.torch_verbs import GLOO_TAKES, IS_GLOO_OLD, TABLE, Data, cases
 
 pytestmark = pytest.mark.mpi(min_size=1)
 
@@ -39,6 +39,7 @@ def attempt(run, *args):
 @pytest.mark.parametrize("verb", TABLE, ids=lambda verb: verb.name)
 def test_a_row(verb, both):
     problems = []
+    is_compared = not (IS_GLOO_OLD and (verb.name == "all_to_all" or verb.name.startswith("reduce_scatter")))
     for case in cases(verb.is_sum, len(both["world"].ranks)):
         groups = both[case.group]
         if groups.me < 0:
@@ -47,7 +48,7 @@ def test_a_row(verb, both):
         found, trouble = attempt(verb.run, groups.ours, data)
         # Gloo's reductions take the memory of a strided tensor as if it had no gaps.
         dense = data if case.layout != "strided" else Data(case._replace(layout="contiguous"), data.size, data.me)
-        theirs, refusal = attempt(verb.run, groups.gloo, dense)
+        theirs, refusal = attempt(verb.run, groups.gloo, dense) if is_compared else (None, "")
         is_taken = case.dtype in GLOO_TAKES and case.op != "premul"
         if refusal and (is_taken or not any(text in refusal for text in REFUSALS)):
             problems.append(f"{case}: gloo: {refusal}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import curve
@@ -45,3 +46,12 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the monitor extra")
     curve.draw(tmp_path / "loss.png", POINTS)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    curve.draw(tmp_path / "loss.png", POINTS)
+    assert capsys.readouterr().out == f"no {tmp_path}/loss.png: matplotlib is not installed (pip install matplotlib)\n"
+    assert not list(tmp_path.iterdir())

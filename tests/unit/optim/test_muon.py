@@ -14,7 +14,7 @@ from mpispeed.optim.choice import build
 from mpispeed.optim.muon import MATRIX_DEFAULTS, Muon, matrices_of
 from mpispeed.optim.newton_schulz import orthogonalise, products_of
 from mpispeed.optim.rule import Matrixwise, Window
-from tests.helpers.muon import factor
+from tests.helpers.muon import factor, needs_muon_of_torch
 
 SHAPES = [(12, 7), (7, 12), (9, 9), (1, 5), (30, 4)]
 
@@ -30,6 +30,7 @@ def windows(masters: list[Tensor], grads: list[Tensor], states: list[dict[str, T
 
 @pytest.mark.parametrize("more", [{}, {"nesterov": False, "momentum": 0.8}, {"adjust_lr_fn": "match_rms_adamw"}])
 def test_equals_torch_to_the_bit(more: dict[str, Any]) -> None:
+    needs_muon_of_torch()
     hyper = {"lr": 0.02, "weight_decay": 0.1, **more}
     rule, _ = build("Muon", {**hyper, "ns_dtype": "bf16"})
     assert isinstance(rule, Matrixwise)
