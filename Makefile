@@ -72,8 +72,8 @@ matrix:
 oldest:
 	@"$(PYTHON)" tools/setup_env.py --venv "$(OLDEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" \
 		--torch-version "$(OLDEST_TORCH)" test
-	@$(OLDEST_VENV)/bin/python tools/try_versions.py
-	@$(OLDEST_VENV)/bin/python tests/run_mpi.py -n 2 process_group
+	@code=0; $(OLDEST_VENV)/bin/python tools/try_versions.py || code=$$?; \
+	$(OLDEST_VENV)/bin/python tests/run_mpi.py -n 2 process_group || code=$$?; exit $$code
 
 newest:
 	@"$(PYTHON)" tools/setup_env.py --venv "$(NEWEST_VENV)" --mpi "$(MPI)" --torch-index "$(TORCH_INDEX)" --newest test
