@@ -101,9 +101,12 @@ class Arena:
             self._let_go()
 
     def _make_room(self, count: int) -> None:
-        """Let long buffers go that nobody uses, until `count` bytes more are no more than were in use at once."""
+        """Let long buffers go that nobody uses, until `count` bytes more are no more than were in use at once.
+
+        An arena that spares memory keeps few in any case; making room for a long one would cost it all of them.
+        """
         most = max(self._most_used_bytes, self._used_bytes + count)
-        while self._spare and self.owned_bytes + count > most:
+        while not self.is_sparing and self._spare and self.owned_bytes + count > most:
             self._let_go()
 
     def _let_go(self) -> None:
