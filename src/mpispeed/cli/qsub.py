@@ -62,13 +62,13 @@ def qsub(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
         ("--mpi", "site") if asked["mpi"] == "site" else (),
     )  # fmt: skip
     text = fill(request, site)
-    problems, notes = check(text)
+    checked = check(text)
     if asked["dry_run"]:
         click.echo(text, nl=False)
-    for note in notes:
+    for note in checked.notes:
         click.echo(note, err=True)
-    if problems:
-        msg = "the batch script is not submitted:\n" + "\n".join(f"- {problem}" for problem in problems)
+    if checked.problems:
+        msg = "the batch script is not submitted:\n" + "\n".join(f"- {problem}" for problem in checked.problems)
         raise UsageError(msg)
     if asked["dry_run"]:
         return

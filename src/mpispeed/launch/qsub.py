@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from mpispeed.base import assets
 from mpispeed.base.commands import run_command
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.launch.sites import Site, lines_of, seconds_of
+from mpispeed.launch.submit import Checked, check_shell
 
-SUBMIT_SECONDS, CHECK_SECONDS = 120.0, 20.0
+SUBMIT_SECONDS = 120.0
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]{0,229}")
 _MIB = 1 << 20
-_CHECKS = (("bash", "-n"), ("shellcheck", "--shell=bash", "--severity=error"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +141,14 @@ def _flags(request: QsubRequest, site: Site) -> list[str]:
     return lines_of([*(f"{flag} {value}" for flag, value in known.items() if value), *request.flags])
 
 
-def check(text: str) -> tuple[list[str], list[str]]:
-    """Problems of a script, and notes of checks that were not possible; nobody asks PBS, which has no test of jobs."""
-    problems, notes = [], []
+def check(text: str) -> Checked:
+    """Check a script with bash and shellcheck; nobody asks PBS, which has no test of jobs."""
+    checked = Checked()
     with tempfile.TemporaryDirectory(prefix="mpispeed-qsub-") as folder:
         script = Path(folder) / "job.pbs"
         script.write_text(text)
-        for words in _CHECKS:
-            if shutil.which(words[0]) is None:
-                notes.append(f"not checked with {words[0]}: it is not there")
-                continue
-            done = run_command([*words, str(script)], seconds=CHECK_SECONDS)
-            if done.returncode:
-                problems.append(f"{words[0]}: {(done.stderr + done.stdout).strip()}")
-    return problems, notes
+        check_shell(checked, script)
+    return checked
 
 
 def submit(script: Path) -> str:

@@ -90,10 +90,15 @@ def check_script(text: str) -> Checked:
     with tempfile.TemporaryDirectory(prefix="mpispeed-sbatch-") as folder:
         script = Path(folder) / "job.sbatch"
         script.write_text(text)
-        _ask(checked, ["bash", "-n", str(script)], "bash -n")
-        _ask(checked, [*_SHELLCHECK, str(script)], "shellcheck")
+        check_shell(checked, script)
         _ask_slurm(checked, script)
     return checked
+
+
+def check_shell(checked: Checked, script: Path) -> None:
+    """Add what bash and shellcheck say of a script."""
+    _ask(checked, ["bash", "-n", str(script)], "bash -n")
+    _ask(checked, [*_SHELLCHECK, str(script)], "shellcheck")
 
 
 def _ask(checked: Checked, words: Sequence[str], name: str) -> None:
