@@ -42,7 +42,7 @@ def test_a_rank_has_a_run_of_leaves_or_a_micro_step_has(per_rank, ranks):
 
 
 def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match="start one of 1, 2, 3, 4, 6, 12,"):
+    with pytest.raises(ConfigError, match="start 1, 2, 3, 4, 6, 12 of them,"):
         Slots(12, 5, True)
     with pytest.raises(ConfigError, match="no multiple"):
         Slots(12, 3, True, together=2)

@@ -159,6 +159,20 @@ async def seeker(addresses, port):
     await channel.finish()
 
 
+def bound_to_one_port(*addresses):
+    """A socket for each address, all bound to one port that is free at all of them; none listens."""
+    while True:
+        bound, port = [], 0
+        with contextlib.suppress(OSError):  # another process has the port at one of the others
+            for address in addresses:
+                bound.append(socket.socket())
+                bound[-1].bind((address, port))
+                port = bound[-1].getsockname()[1]
+            return bound
+        for each in bound:
+            each.close()
+
+
 def test_a_node_refuses_if_all_its_addresses_do():
     async def talk():
         free = open_listener()
@@ -182,9 +196,9 @@ def test_one_wrong_address_that_refuses_says_nothing(monkeypatch):
     monkeypatch.setattr(SideChannel, "_connect", connect)
 
     async def talk():
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.2", 0))  # a node that is there, but at its second address only
-            listener.listen()
+        with contextlib.ExitStack() as ends:
+            silent, listener = map(ends.enter_context, bound_to_one_port("127.0.0.1", "127.0.0.2"))
+            listener.listen()  # a node that is there, but at its second address only: the first one refuses
             nodes = [Node("h0", (), 0, (0,)), Node("h1", (), 0, (1,))]
             head = SideChannel(0, nodes, SECRET, lambda *_: None)
             async with seeker(("127.0.0.1", "127.0.0.2"), listener.getsockname()[1]) as channel:
@@ -197,11 +211,9 @@ def test_one_wrong_address_that_refuses_says_nothing(monkeypatch):
                 assert not peer.refused
                 assert peer.address == "127.0.0.2"
                 tried.clear()
-                with socket.socket() as silent:  # and at the first there is something else
-                    silent.bind(("127.0.0.1", listener.getsockname()[1]))
-                    silent.listen()
-                    await head.finish()
-                    await until(lambda: peer.refused)
+                silent.listen()  # and at the first there is something else
+                await head.finish()
+                await until(lambda: peer.refused)
                 assert tried[0] == "127.0.0.2"
 
     monkeypatch.setattr(side_channel, "CONNECT_SECONDS", 0.1)
