@@ -229,7 +229,6 @@ class ParamShards:
         if is_resident:
             self.unshard(unit, rest)
         else:
-            self.arena.is_sparing = True
             self.reshard(unit)
 
     def _part_of_rest(self, unit: Unit) -> StoredTensor:

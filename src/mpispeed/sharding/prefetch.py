@@ -109,6 +109,7 @@ class Prefetcher:
         self._largest = max(sizes, default=0)
         self.limits = limits.by_need(sum(sizes[-2:]))
         self._live = self.limits.live or 0
+        arena.rests = True
 
     # -- use ---------------------------------------------------------------------------------------------------
 
@@ -299,12 +300,16 @@ class Prefetcher:
             self._arena.lose(full)
         else:
             self._arena.give(full)
+        if not self._full and next(self.order.upcoming(1), None) is None:
+            self._arena.rest()  # no more parameters in this pass, as far as is known
 
     # -- policy ------------------------------------------------------------------------------------------------
 
     def _is_soon(self, index: int) -> bool:
         if self.order.is_unfinished(index):
             return True
+        if self.limits.reuse is None and not self.limits.is_firm:
+            return self.order.is_within(index, self._live)
         distance = self.order.distance(index)
         return distance is not None and (self.limits.reuse is None or distance < self.limits.reuse)
 
@@ -346,15 +351,18 @@ class Prefetcher:
 
     def _look_ahead(self, needed: set[int], reader: Callable[[], str]) -> None:
         """Start gathers of the units expected next, within both budgets; `needed` are not resharded for them."""
-        ahead = sum(self._units[index].layout.padded for index in self._ahead)
-        if ahead >= self.limits.ahead or not self.order.is_known:
+        ahead = sum(self._units[index].layout.padded for index in self._ahead if index not in needed)
+        enough = self.limits.ahead
+        if not self.limits.is_firm:
+            enough = min(enough, sum(self._units[index].layout.padded for index in needed))
+        if ahead >= enough or not self.order.is_known:
             return
         for index in self.order.upcoming(LOOK_AHEAD_USES):
             if index in self._full:
                 continue
             unit = self._units[index]
             size = unit.layout.padded
-            if ahead >= self.limits.ahead or not self._has_room(unit, needed):
+            if ahead >= enough or not self._has_room(unit, needed):
                 return
             self._ahead.add(index)
             self._start(unit, lambda: f"a module expected after {reader()}")

@@ -123,6 +123,19 @@ class Order:
         before = self._trace.ends[self._place - 1] if self._place else 0
         return self._trace.ends[places[first]] - self._sizes[unit] - before
 
+    def is_within(self, unit: int, limit: int) -> bool:
+        """True if `unit` and the others that are expected before it is used again have at most `limit` elements."""
+        if self.distance(unit) is None:
+            return False
+        seen, total = {unit}, self._sizes[unit]
+        for other, _ in self._trace.uses[self._place :]:
+            if other == unit or total > limit:
+                break
+            if other not in seen and other not in self._absent:
+                seen.add(other)
+                total += self._sizes[other]
+        return total <= limit
+
     def is_unfinished(self, unit: int) -> bool:
         """True if `unit` is in use and expected to be used again before any other."""
         if not self._place or not self._uses or self._uses[-1][0] != unit:

@@ -17,8 +17,8 @@ _Shelf = tuple[torch.dtype, int, bool, bool]
 LEAST_RETURNED_BYTES = 4 << 20
 """From this size on pageable host memory goes back to the system when others need the room."""
 
-SPARE_PART = 2
-"""Of an arena that spares memory at most this part of what was in use at once is kept, and no more than the longest."""
+REST_PART = 2
+"""Of what was in use at once at most this part is kept at `Arena.rest`."""
 
 
 class Arena:
@@ -30,8 +30,8 @@ class Arena:
     costs new pages at every use, which are slower than the copies into them. Short ones, page-locked ones, which are
     slow to make, and those of a device, where work may be queued, are all kept.
 
-    Parameters that are gathered in the forward and backward pass come and go beside torch's own temporaries, where a
-    process is largest: with `is_sparing` only a part is kept, the latest.
+    Gathered parameters come and go beside torch's own temporaries, which are largest when backward needs no
+    parameters any more: with `rests` one longest buffer more is kept in between, and little from `rest` on.
 
     Buffers are given back by the progress thread as well as by the caller, hence the lock. On a device, the stream of
     the taker waits for work that the last user queued. On meta all buffers are there.
@@ -39,12 +39,12 @@ class Arena:
     Attributes:
         owned_bytes: buffers in use, and those that are kept.
         peak_bytes: the most of these so far.
-        is_sparing: whether little is kept.
+        rests: whether the user calls `rest`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, returns: bool = True) -> None:
         """Args: `returns`: False keeps long buffers too."""
-        self.device, self._returns, self.is_sparing = torch.device(device), returns, False
+        self.device, self._returns, self.rests = torch.device(device), returns, False
         self._free: dict[_Shelf, list[torch.Tensor]] = {}
         self._last: dict[int, Any] = {}  # id of a free buffer -> event behind its last use
         self._taken: dict[int, _Shelf] = {}  # by id of a buffer
@@ -89,25 +89,21 @@ class Arena:
         self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
         self._longest_bytes = max(self._longest_bytes, count)
 
-    @property
-    def _most_spare_bytes(self) -> int:
-        return min(self._longest_bytes, self._most_used_bytes // SPARE_PART)
-
-    def _keep(self, buffer: torch.Tensor, key: _Shelf) -> None:
-        """Keep a long buffer; of an arena that spares memory those given back first go, as far as they are too many."""
-        self._spare[id(buffer)] = key
-        self._spare_bytes += buffer.nbytes
-        while self.is_sparing and self._spare_bytes > self._most_spare_bytes:
-            self._let_go()
-
     def _make_room(self, count: int) -> None:
         """Let long buffers go that nobody uses, until `count` bytes more are no more than were in use at once.
 
-        An arena that spares memory keeps few in any case; making room for a long one would cost it all of them.
+        Where the buffers of a step differ much, as those of an embedding and a block, the longest would have to go for
+        every two short ones, and would be made again in the same step.
         """
-        most = max(self._most_used_bytes, self._used_bytes + count)
-        while not self.is_sparing and self._spare and self.owned_bytes + count > most:
+        most = max(self._most_used_bytes, self._used_bytes + count) + (self._longest_bytes if self.rests else 0)
+        while self._spare and self.owned_bytes + count > most:
             self._let_go()
+
+    def rest(self) -> None:
+        """Let long buffers go that nobody uses, those given back first before, down to half of the most in use."""
+        with self._lock:
+            while self._spare and self._spare_bytes > self._most_used_bytes // REST_PART:
+                self._let_go()
 
     def _let_go(self) -> None:
         """Give the long buffer that was given back first to the system."""
@@ -142,10 +138,8 @@ class Arena:
             key = self._taken.pop(id(buffer))
             self._used_bytes -= buffer.nbytes
             if self._is_returned(key):
-                if self.is_sparing and buffer.nbytes > self._most_spare_bytes:
-                    self.owned_bytes -= buffer.nbytes
-                    return
-                self._keep(buffer, key)
+                self._spare[id(buffer)] = key
+                self._spare_bytes += buffer.nbytes
             if devices.is_on_device(buffer):
                 self._last[id(buffer)] = devices.mark(self.device)
             self._free.setdefault(key, []).append(buffer)

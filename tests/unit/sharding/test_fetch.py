@@ -236,6 +236,27 @@ def test_prefetch_lets_go_of_what_is_used_later_and_of_nothing_in_vain():
     assert fetches == ahead + 1
 
 
+def test_what_comes_is_fetched_one_use_ahead_and_only_what_stays_until_then_is_kept():
+    def act(engine, prefetcher, model):
+        live = []
+        for _ in range(2):
+            step(engine)
+        inner = prefetcher._start
+
+        def start(unit, reader):
+            inner(unit, reader)
+            live.append(len(prefetcher._full))
+
+        prefetcher._start = start
+        step(engine)
+        return max(live), len(live), prefetcher.tally.unused
+
+    # The largest unit leaves room for four of the others, which would be dropped for it at its next use.
+    most, fetches, unused = on_two_ranks(act, blocks=((4, False), *((1, False),) * 6))
+    assert (most, unused) == (2, 0)
+    assert fetches == 8 + 6  # the head is needed right again, and so is the last block
+
+
 def test_more_than_the_budget_at_once_is_an_error_that_says_how_much_is_needed():
     class Greedy(Wandering):
         def forward(self, x):
@@ -293,15 +314,14 @@ def test_a_view_that_somebody_kept_stays_right():
 
 def test_buffers_are_used_again():
     def act(engine, prefetcher, model):
-        for _ in range(3):
+        for _ in range(7):
             step(engine)
-        before = engine.parts.params.arena.owned_bytes
-        for _ in range(4):
-            step(engine)
-        return before, engine.parts.params.arena.owned_bytes, engine.parts.params.arena.taken_count
+        arena, sizes = engine.parts.params.arena, [4 * unit.layout.padded for unit in prefetcher._units]
+        return arena.owned_bytes, arena.taken_count, prefetcher.tally.fetches * min(sizes), sum(sizes)
 
-    before, after, taken = on_two_ranks(act)
-    assert after == before
+    owned, taken, fetched, whole = on_two_ranks(act)
+    assert owned <= 2 * whole  # each unit once, and its gradients
+    assert owned < fetched / 5
     assert taken == 0
 
 

@@ -31,14 +31,8 @@ def resident_bytes():
     return int(words[1]) * resource.getpagesize()
 
 
-def sparing() -> Arena:
-    arena = Arena()
-    arena.is_sparing = True
-    return arena
-
-
-def test_long_buffers_go_back_to_the_system():
-    arena, numel, before = sparing(), 16 << 20, resident_bytes()
+def test_long_buffers_go_back_to_the_system_at_rest():
+    arena, numel, before = Arena(), 16 << 20, resident_bytes()
     buffer = arena.take(numel, torch.float32)
     buffer.fill_(1.0)
     view = buffer[: 1 << 20]
@@ -46,23 +40,42 @@ def test_long_buffers_go_back_to_the_system():
     assert buffer.untyped_storage().nbytes() == 4 * numel
     arena.give(buffer)
     del buffer
+    assert arena.owned_bytes == 4 * numel
+    arena.rest()
     assert arena.owned_bytes == 0  # it is more than half of what was in use
     assert float(view.sum()) == 1 << 20  # memory that somebody looks at stays
     del view
     assert resident_bytes() < before + 16 * 2**20
 
 
-def test_what_is_spare_is_at_most_half_and_no_more_than_the_longest():
-    arena, size = sparing(), LEAST_RETURNED_BYTES
+def test_what_is_kept_at_rest_is_at_most_half_and_the_latest():
+    arena, size = Arena(), LEAST_RETURNED_BYTES
     buffers = [arena.take(size + index, torch.uint8) for index in range(5)]
-    for buffer in buffers:
+    arena.give(buffers[3])
+    arena.rest()
+    assert arena.owned_bytes == 5 * size + 10  # four are in use
+    for buffer in (*buffers[:3], buffers[4]):
         arena.give(buffer)
-    assert arena.owned_bytes == size + 4  # the latest
+    arena.rest()
+    assert arena.owned_bytes == 2 * size + 6
     assert arena.take(size + 4, torch.uint8) is buffers[4]
-    assert arena.take(size + 1, torch.uint8) is not buffers[1]
+    assert arena.take(size + 2, torch.uint8) is buffers[2]
+    assert arena.take(size + 3, torch.uint8) is not buffers[3]
     assert arena.peak_bytes == 5 * size + 10
-    arena.trim()
-    assert arena.owned_bytes == 2 * size + 5
+
+
+def test_with_rests_the_longest_does_not_go_for_two_short_ones():
+    size = LEAST_RETURNED_BYTES
+    for rests in (False, True):
+        arena = Arena()
+        arena.rests = rests
+        long, short = arena.take(4 * size, torch.uint8), arena.take(size, torch.uint8)
+        arena.give(long)
+        other = arena.take(size, torch.uint8)
+        assert arena.owned_bytes == (6 if rests else 2) * size
+        assert (arena.take(4 * size, torch.uint8) is long) == rests
+        assert arena.owned_bytes == 6 * size
+        del short, other
 
 
 def test_all_together_is_no_more_than_was_in_use_at_once():
