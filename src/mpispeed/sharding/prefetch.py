@@ -61,6 +61,19 @@ class Tally:
     live_bytes: int = 0
     peak_bytes: int = 0
 
+    def appear(self, elements: int, count: int) -> None:
+        """A buffer of `count` bytes is there from now on."""
+        self.fetches += 1
+        self.live_elements += elements
+        self.peak_elements = max(self.peak_elements, self.live_elements)
+        self.live_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def vanish(self, elements: int, count: int) -> None:
+        """A buffer of `count` bytes is there no more."""
+        self.live_elements -= elements
+        self.live_bytes -= count
+
 
 class Prefetcher:
     """Decides when sharded units are unsharded. Equal calls on all ranks start equal gathers in equal order.
@@ -266,11 +279,7 @@ class Prefetcher:
         self._full[unit.index] = full
         self._users[unit.index] = _looking_at(full)
         self._owners[_storage(full)] = unit.index
-        self.tally.fetches += 1
-        self.tally.live_elements += unit.layout.padded
-        self.tally.peak_elements = max(self.tally.peak_elements, self.tally.live_elements)
-        self.tally.live_bytes += full.nbytes
-        self.tally.peak_bytes = max(self.tally.peak_bytes, self.tally.live_bytes)
+        self.tally.appear(unit.layout.padded, full.nbytes)
         self._works[unit.index] = self.shards.start_gather(self._channel, unit, full, reader)
 
     def _arrive(self, unit: Unit, reader: Callable[[], str]) -> None:
@@ -292,8 +301,7 @@ class Prefetcher:
             self.tally.unused += 1
         full = self._full.pop(index)
         self._owners.pop(_storage(full))
-        self.tally.live_elements -= unit.layout.padded
-        self.tally.live_bytes -= full.nbytes
+        self.tally.vanish(unit.layout.padded, full.nbytes)
         # A view that somebody kept stays valid: its memory is not used again.
         if _looking_at(full) > self._users.pop(index):
             self.tally.kept_elsewhere += 1
@@ -352,9 +360,8 @@ class Prefetcher:
     def _look_ahead(self, needed: set[int], reader: Callable[[], str]) -> None:
         """Start gathers of the units expected next, within both budgets; `needed` are not resharded for them."""
         ahead = sum(self._units[index].layout.padded for index in self._ahead if index not in needed)
-        enough = self.limits.ahead
-        if not self.limits.is_firm:
-            enough = min(enough, sum(self._units[index].layout.padded for index in needed))
+        own = sum(self._units[index].layout.padded for index in needed)
+        enough = self.limits.ahead if self.limits.is_firm else min(self.limits.ahead, own)
         if ahead >= enough or not self.order.is_known:
             return
         for index in self.order.upcoming(LOOK_AHEAD_USES):

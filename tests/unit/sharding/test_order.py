@@ -38,6 +38,18 @@ def test_forward_and_backward_are_one_pass():
     assert order.distance(0) == 60
 
 
+def test_what_has_to_fit_until_the_next_use_counts_each_unit_once():
+    order = recorded()
+    for unit, is_backward in FORWARD[:-1]:
+        order.note(unit, is_backward=is_backward)
+    for unit, whole in ((3, 30), (2, 20 + 30), (1, 10 + 30 + 20), (0, 100 + 30 + 20 + 10)):
+        assert order.is_within(unit, whole)
+        assert not order.is_within(unit, whole - 1)
+    for unit, is_backward in (FORWARD[-1], *BACKWARD):
+        order.note(unit, is_backward=is_backward)
+    assert not order.is_within(0, 10**9)  # nobody expects it again
+
+
 def test_a_skipped_unit_is_one_deviation_and_the_rest_is_known():
     order = recorded()
     order.note(0, is_backward=False)
