@@ -79,14 +79,18 @@ def measure(stage: int, *, is_born_cut: bool) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print the largest of all ranks."""
+    """Print the largest of all ranks and of two tries.
+
+    A system that is short of memory drops pages of libraries that nobody reads: a peak seems lower then, never higher.
+    """
     world = mpispeed.init_distributed()
     measure(3, is_born_cut=False)  # what is loaded late
-    found = {f"stage {stage}": measure(stage, is_born_cut=False) for stage in (3, 2, 1)}
-    found["born cut"] = measure(3, is_born_cut=True)
-    told = world.comm.gather_objects(found)
+    cases = {f"stage {stage}": (stage, False) for stage in (3, 2, 1)} | {"born cut": (3, True)}
+    tries = [{name: measure(stage, is_born_cut=cut) for name, (stage, cut) in cases.items()} for _ in range(2)]
+    told = [found for rank in world.comm.gather_objects(tries) for found in rank]
     if world.rank == 0:
-        sys.stdout.write(json.dumps({key: [max(r[key][i] for r in told) for i in (0, 1)] for key in found}) + "\n")
+        most = {key: [max(found[key][i] for found in told) for i in (0, 1)] for key in cases}
+        sys.stdout.write(json.dumps(most) + "\n")
 
 
 main()
