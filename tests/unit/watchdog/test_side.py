@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mpispeed.watchdog import handshake, side_channel
-from mpispeed.watchdog.side_channel import Node, SideChannel, open_listener, own_addresses, reachable
+from mpispeed.watchdog.side_channel import Node, SideChannel, own_addresses, reachable
 from tests.helpers.side_channels import SECRET, channels, until
 
 
@@ -175,11 +175,10 @@ def bound_to_one_port(*addresses):
 
 def test_a_node_refuses_if_all_its_addresses_do():
     async def talk():
-        free = open_listener()
-        port = free.getsockname()[1]
-        free.close()
-        async with seeker(("127.0.0.1", "127.0.0.2"), port) as channel:
-            await until(lambda: channel.peers[0].refused)
+        with contextlib.ExitStack() as ends:
+            first, _ = map(ends.enter_context, bound_to_one_port("127.0.0.1", "127.0.0.2"))
+            async with seeker(("127.0.0.1", "127.0.0.2"), first.getsockname()[1]) as channel:
+                await until(lambda: channel.peers[0].refused)
 
     asyncio.run(talk())
 
