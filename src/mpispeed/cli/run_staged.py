@@ -29,7 +29,7 @@ def maybe_staged(
     if not chosen["stage_env"]:
         yield program, wishes
         return
-    from mpispeed.launch.staged import ended_by_exit, job_number, reach_of
+    from mpispeed.launch.staged import ended_by_exit, job_number, lease_of, reach_of
     from mpispeed.staging.pack import pack
     from mpispeed.staging.spread import staged
 
@@ -46,7 +46,8 @@ def maybe_staged(
         began = time.monotonic()
         archive = pack()
         packed = time.monotonic()
-        with staged(reach, archive, job_number(os.environ), chosen["stage_dir"] or "", warn=_say) as found:
+        job, lease = job_number(os.environ), lease_of(os.environ, is_held=True)
+        with staged(reach, archive, job, chosen["stage_dir"] or "", lease, warn=_say) as found:
             _say(f"the environment is in {found.folder}: packed in {packed - began:.1f} s, "
                  f"unpacked in {time.monotonic() - packed:.1f} s")  # fmt: skip
             variables = {**wishes.variables, **found.variables({**os.environ, **wishes.variables})}
