@@ -8,12 +8,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpispeed.base.errors import ConfigError
 from mpispeed.launch.options import Wishes
+
+if TYPE_CHECKING:
+    from mpispeed.launch.hosts import Host
+    from mpispeed.staging.spread import Reach
 
 
 @contextmanager
@@ -23,21 +26,17 @@ def maybe_staged(
     """The program and the wishes of a start, with --stage-env from the folder that it was unpacked to meanwhile.
 
     Raises:
-        ConfigError: options exclude each other.
+        UsageError: with --elastic, too few hosts answer.
         StagingError: the environment cannot be packed, or not be unpacked on a node.
     """
     if not chosen["stage_env"]:
         yield program, wishes
         return
-    from mpispeed.launch.staged import ended_by_exit, job_number, lease_of, reach_of
+    from mpispeed.launch.staged import ended_by_exit, job_number, lease_of
     from mpispeed.staging.pack import pack
     from mpispeed.staging.spread import staged
 
-    if chosen["elastic"]:
-        msg = "--stage-env and --elastic exclude each other: a restart may be on other hosts; give one of them"
-        raise ConfigError(msg)
-    ranks = None if wishes.hosts else chosen["ranks"]
-    reach = reach_of(wishes, ranks, chosen["mpi"], os.environ)
+    reach, wishes = _reach(chosen, program, wishes)
     if chosen["dry_run"]:
         click.echo("mpispeed: the environment is staged first, and the ranks start from its copy", err=True)
         yield program, wishes
@@ -53,6 +52,27 @@ def maybe_staged(
             variables = {**wishes.variables, **found.variables({**os.environ, **wishes.variables})}
             words = [found.python if word == sys.executable else word for word in program]
             yield words, replace(wishes, variables=variables)
+
+
+def _reach(chosen: Mapping[str, Any], program: Sequence[str], wishes: Wishes) -> tuple[Reach, Wishes]:
+    """The way to the hosts of a start, and the wishes for them: with --elastic for those that answer now.
+
+    Raises:
+        UsageError: too few answer.
+    """
+    from mpispeed.launch.staged import Survivors, reach_of
+
+    def reach_to(hosts: tuple[Host, ...]) -> Reach:
+        ranks = None if hosts else chosen["ranks"]
+        return reach_of(replace(wishes, hosts=hosts), ranks, chosen["mpi"], os.environ)
+
+    if not chosen["elastic"] or chosen["dry_run"]:
+        return reach_to(wishes.hosts), wishes
+    from mpispeed.cli.run_elastic import supervisor_of
+
+    supervisor = supervisor_of(chosen, wishes, program, ())
+    hosts = supervisor.answering()
+    return Survivors(hosts, reach_to, supervisor.prober.silence), replace(wishes, hosts=hosts)
 
 
 def _say(text: str) -> None:

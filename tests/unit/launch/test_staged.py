@@ -1,0 +1,45 @@
+"""The way to hosts of which some are lost before the end."""
+
+from pathlib import Path
+
+import pytest
+
+from mpispeed.base.errors import StagingError
+from mpispeed.launch.hosts import Host
+from mpispeed.launch.staged import Survivors
+
+HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
+FOLDER = Path("/tmp/mpispeed-env-0-7-0123abcd")
+
+
+class Recorder:
+    """A way that does nothing, and keeps what it was asked for."""
+
+    def __init__(self):
+        self.staged, self.ended = [], []
+
+    def to(self, hosts):
+        self.hosts = hosts
+        return self
+
+    def stage(self, archive, name, place, lease=""):
+        self.staged.append((self.hosts, name, place, lease))
+        return FOLDER
+
+    def end(self, folder):
+        self.ended.append((self.hosts, folder))
+
+
+@pytest.mark.parametrize("lost", ["", "b", "abc"])
+def test_only_hosts_that_answer_are_told_to_remove_it(lost):
+    recorder = Recorder()
+    way = Survivors(HOSTS, recorder.to, lambda hosts: {host.name: "silent" for host in hosts if host.name in lost})
+    assert way.stage(None, "name", "place", "0 here") == FOLDER
+    assert recorder.staged == [(HOSTS, "name", "place", "0 here")]
+    if lost:
+        with pytest.raises(StagingError, match=f"{FOLDER} may be left on {', '.join(lost)}, which cannot be asked"):
+            way.end(FOLDER)
+    else:
+        way.end(FOLDER)
+    alive = tuple(host for host in HOSTS if host.name not in lost)
+    assert recorder.ended == ([(alive, FOLDER)] if alive else [])
