@@ -15,7 +15,6 @@ import click
 from mpispeed.launch.options import Wishes
 
 if TYPE_CHECKING:
-    from mpispeed.launch.hosts import Host
     from mpispeed.staging.spread import Reach
 
 
@@ -60,19 +59,23 @@ def _reach(chosen: Mapping[str, Any], program: Sequence[str], wishes: Wishes) ->
     Raises:
         UsageError: too few answer.
     """
-    from mpispeed.launch.staged import Survivors, reach_of
+    from mpispeed.launch.staged import reach_of
 
-    def reach_to(hosts: tuple[Host, ...]) -> Reach:
-        ranks = None if hosts else chosen["ranks"]
-        return reach_of(replace(wishes, hosts=hosts), ranks, chosen["mpi"], os.environ)
-
+    ranks = None if wishes.hosts else chosen["ranks"]
     if not chosen["elastic"] or chosen["dry_run"]:
-        return reach_to(wishes.hosts), wishes
+        return reach_of(wishes, ranks, chosen["mpi"], os.environ), wishes
     from mpispeed.cli.run_elastic import supervisor_of
+    from mpispeed.staging.spread import Survivors
 
     supervisor = supervisor_of(chosen, wishes, program, ())
     hosts = supervisor.answering()
-    return Survivors(hosts, reach_to, supervisor.prober.silence), replace(wishes, hosts=hosts)
+
+    def reach_to(names: Sequence[str]) -> Reach:
+        some = tuple(host for host in hosts if host.name in names)
+        return reach_of(replace(wishes, hosts=some), None, chosen["mpi"], os.environ)
+
+    way = Survivors([host.name for host in hosts], reach_to, lambda: supervisor.prober.silence(hosts))
+    return way, replace(wishes, hosts=hosts)
 
 
 def _say(text: str) -> None:

@@ -6,18 +6,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
 
-from mpispeed.base.errors import StagingError
 from mpispeed.launch import srun
 from mpispeed.launch.command import plan_launch, takes_srun
-from mpispeed.launch.hosts import Host, is_here
+from mpispeed.launch.hosts import is_here
 from mpispeed.launch.options import Binding, Wishes
-from mpispeed.staging.pack import Archive
 from mpispeed.staging.spread import Here, MpiJob, Reach, SlurmSteps
 
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
@@ -47,34 +44,6 @@ def reach_of(wishes: Wishes, ranks: int | None, mpi: str, environ: Mapping[str, 
         return launch.argv, launch.added
 
     return MpiJob(start)
-
-
-@dataclass(frozen=True, slots=True)
-class Survivors:
-    """A way to hosts of which some may be lost by the end, and are not waited for then.
-
-    Attributes:
-        hosts: of the job.
-        reach_to: the way to some of them.
-        silence: asks them; gives those that do not answer, with the reason.
-    """
-
-    hosts: tuple[Host, ...]
-    reach_to: Callable[[tuple[Host, ...]], Reach]
-    silence: Callable[[Sequence[Host]], Mapping[str, str]]
-
-    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
-        """See `Reach`."""
-        return self.reach_to(self.hosts).stage(archive, name, place, lease)
-
-    def end(self, folder: Path) -> None:
-        """See `Reach`."""
-        lost = self.silence(self.hosts)
-        if alive := tuple(host for host in self.hosts if host.name not in lost):
-            self.reach_to(alive).end(folder)
-        if lost:
-            msg = f"{folder} may be left on {', '.join(sorted(lost))}, which cannot be asked"
-            raise StagingError(msg)
 
 
 def job_number(environ: Mapping[str, str]) -> str:

@@ -268,3 +268,31 @@ class MpiJob:
     def end(self, folder: Path) -> None:
         """See `Reach`."""
         self._run(["end", str(folder)])
+
+
+@dataclass(slots=True)
+class Survivors:
+    """Hosts of which some may be lost by the end, and are not waited for then.
+
+    Attributes:
+        hosts: their names.
+        reach_to: the way to some of them.
+        silence: asks all; gives those that do not answer, with the reason.
+    """
+
+    hosts: Sequence[str]
+    reach_to: Callable[[Sequence[str]], Reach]
+    silence: Callable[[], Mapping[str, str]]
+
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
+        """See `Reach`."""
+        return self.reach_to(self.hosts).stage(archive, name, place, lease)
+
+    def end(self, folder: Path) -> None:
+        """See `Reach`."""
+        lost = self.silence()
+        if alive := [name for name in self.hosts if name not in lost]:
+            self.reach_to(alive).end(folder)
+        if lost:
+            msg = f"{folder} may be left on {', '.join(sorted(lost))}, which cannot be asked"
+            raise StagingError(msg)

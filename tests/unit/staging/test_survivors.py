@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from mpispeed.base.errors import StagingError
-from mpispeed.launch.hosts import Host
-from mpispeed.launch.staged import Survivors
+from mpispeed.staging.spread import Survivors
 
-HOSTS = tuple(Host(name, (0, 1)) for name in "abc")
+HOSTS = ["a", "b", "c"]
 FOLDER = Path("/tmp/mpispeed-env-0-7-0123abcd")
 
 
@@ -33,7 +32,7 @@ class Recorder:
 @pytest.mark.parametrize("lost", ["", "b", "abc"])
 def test_only_hosts_that_answer_are_told_to_remove_it(lost):
     recorder = Recorder()
-    way = Survivors(HOSTS, recorder.to, lambda hosts: {host.name: "silent" for host in hosts if host.name in lost})
+    way = Survivors(HOSTS, recorder.to, lambda: dict.fromkeys(lost, "silent"))
     assert way.stage(None, "name", "place", "0 here") == FOLDER
     assert recorder.staged == [(HOSTS, "name", "place", "0 here")]
     if lost:
@@ -41,5 +40,5 @@ def test_only_hosts_that_answer_are_told_to_remove_it(lost):
             way.end(FOLDER)
     else:
         way.end(FOLDER)
-    alive = tuple(host for host in HOSTS if host.name not in lost)
+    alive = [name for name in HOSTS if name not in lost]
     assert recorder.ended == ([(alive, FOLDER)] if alive else [])
