@@ -1,12 +1,12 @@
 """Activation checkpointing, with DeepSpeed's names."""
 
+from mpispeed.engine.build.recomputing import configure
 from mpispeed.nn.activation_checkpointing import (
     Checkpointer,
     CheckpointFunction,
     CudaRNGStatesTracker,
     RNGStatesTracker,
     checkpoint,
-    configure,
     get_cuda_rng_tracker,
     get_rng_tracker,
     is_configured,

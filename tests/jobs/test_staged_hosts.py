@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,40 @@ def test_two_hosts_get_it_by_a_broadcast(python, tmp_path, mpi):
         assert "Traceback" not in err
         left = [name for host in ("h1", "h2") for name in net.run(host, ["find", net.disk])[1].split()]
     assert sorted(left) == sorted([f"{net.disk}", f"{net.disk}/here", f"{net.disk}", f"{net.disk}/file"])
+
+
+FAILS_TWICE = """
+import json, os, shutil, socket, sys
+from mpi4py import MPI
+comm, starts = MPI.COMM_WORLD, int(os.environ["MPISPEED_RESTART_COUNT"])
+facts = comm.gather([socket.gethostname(), sys.prefix])
+if facts:
+    print(json.dumps([starts, facts]), flush=True)
+comm.Barrier()
+if starts == 1 and socket.gethostname() == "h2":
+    shutil.rmtree(os.environ["MPISPEED_STAGED"])
+comm.Barrier()
+sys.exit(3 * (starts < 2))
+"""
+
+
+def test_an_elastic_job_starts_again_from_the_copies_that_are_there(python, tmp_path):
+    """The first restart is on both hosts; then one has lost its copy, as after it was switched off, and is left out."""
+    (tmp_path / "hostfile").write_text("h1 slots=1\nh2 slots=1\nno-host slots=1\n")
+    with joined_hosts(tmp_path / "net") as net:
+        command = [python, "-m", "mpispeed", "run", "--stage-env", "--stage-dir", net.disk, "--elastic"]
+        command += ["--restart-pause", "0", "--hostfile", tmp_path / "hostfile", "--ssh", net.shell]
+        code, out, err = net.run("head", [*command, script_of(tmp_path, FAILS_TWICE)], env=ENVIRON)
+        left = [name for host in ("h1", "h2") for name in net.run(host, ["find", net.disk])[1].split()]
+    assert code == 0, out + err
+    starts = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    folder = starts[0][1][0][1]
+    first, second = ["h1", folder], ["h2", folder]
+    assert starts == [[0, [first, second]], [1, [first, second]], [2, [first]]]
+    assert err.count("the environment is in") == 1
+    assert "host no-host does not answer" in err
+    assert re.search(r"host h2 does not answer \(ls: .*No such file", err)
+    assert left == [str(net.disk)] * 2
 
 
 WAITS = """
@@ -148,7 +183,5 @@ def test_a_run_that_starts_nothing_stages_nothing(python, tmp_path):
     )
     assert "staged first" in done.stderr
     assert "script.py" in done.stdout
-    done = subprocess.run([*words, "--elastic", script_of(tmp_path)], env=ENVIRON, capture_output=True, text=True)
-    assert (done.returncode, "exclude each other" in done.stderr) == (2, True)
     done = subprocess.run([*words, script_of(tmp_path)], env=ENVIRON, capture_output=True, text=True, check=False)
     assert (done.returncode, "No such file or directory" in done.stderr) == (2, True)

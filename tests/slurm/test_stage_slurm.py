@@ -84,3 +84,35 @@ def test_folders_go_with_their_job_and_those_of_others_stay(slurm, shared):
     slurm.run("scancel", cancelled.number)
     slurm.wait(cancelled.number)
     cancelled.wait_until_removed()
+
+
+FAILS_ONCE = """
+import os, sys
+from mpi4py import MPI
+starts = int(os.environ["MPISPEED_RESTART_COUNT"])
+print("start", starts, os.environ["SLURMD_NODENAME"], sys.prefix, flush=True)
+MPI.COMM_WORLD.Barrier()
+sys.exit(3 * (starts < 1))
+"""
+
+
+def test_an_elastic_job_starts_again_from_its_copies(slurm, shared):
+    """Beside it, a folder that the job's batch script has staged long before is left alone."""
+    script = slurm.jobs / "fails_once.py"
+    script.write_text(FAILS_ONCE)
+    python = f"{shared}/env/bin/python"
+    lines = [
+        "unset PYTHONPATH",
+        f"export MPISPEED_STAGE_DIR={PLACE}",
+        f'(eval "$({python} -m mpispeed stage begin)" && echo "$MPISPEED_STAGED") >"$SLURM_SUBMIT_DIR/begun"',
+        'srun --overlap --ntasks-per-node=1 touch -d "1 hour ago" "$(cat "$SLURM_SUBMIT_DIR/begun")/lock"',
+        f"{python} -m mpispeed run --elastic --restart-pause 0 --stage-env {script}",
+        'srun --overlap --ntasks-per-node=1 ls "$(cat "$SLURM_SUBMIT_DIR/begun")/lock"',
+    ]
+    number = slurm.submit("\n".join(lines), nodes=2, ntasks_per_node=1, time=20)
+    assert slurm.wait(number) == "COMPLETED", slurm.output(number)
+    said = slurm.output(number).splitlines()
+    starts = sorted(line.split()[1:] for line in said if line.startswith("start "))
+    assert [start[:2] for start in starts] == [[count, node] for count in ("0", "1") for node in NODES]
+    assert len({start[2] for start in starts}) == 1
+    assert sum(line.endswith("/lock") for line in said) == len(NODES)

@@ -10,7 +10,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,34 @@ class SiteFile:
 NONE = SiteFile()
 
 _held: SiteFile | None = None
+_is_aside = False
 
 
 def hold(site: SiteFile | None) -> None:
     """Keep what rank 0 has read, for all settings that this process reads from now on; None: read the file again."""
     global _held
     _held = site
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within it there is no site file: for settings that this library makes itself, of a user's with the site's."""
+    global _held, _is_aside
+    before = _held, _is_aside
+    _held, _is_aside = NONE, True
+    try:
+        yield
+    finally:
+        _held, _is_aside = before
+
+
+def read_for_job() -> SiteFile:
+    """The site defaults as the first rank of a job reads them, for all.
+
+    Raises:
+        ConfigError: as `read_site_file`.
+    """
+    return NONE if _is_aside else read_site_file()
 
 
 def current(environ: Mapping[str, str] = os.environ) -> SiteFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from mpispeed.launch.node_states import ASK_SECONDS, RECHECK_SECONDS, NodeStates
 from mpispeed.launch.options import Wishes
 from mpispeed.launch.run_markers import Marks
 from mpispeed.launch.supervise import Limits, Prober, Supervisor
+from mpispeed.staging.spread import STAGED
 
 _RUN_DIR, _WALLTIME = "MPISPEED_RUN_DIR", "MPISPEED_WALLTIME"
 _ASK_SLURM = ("srun", "--overlap", "--immediate=10", "--nodes=1", "--ntasks=1", "--mpi=none", "--nodelist")
@@ -58,11 +60,11 @@ def supervisor_of(
     return Supervisor(
         hosts=wishes.hosts,
         plan=plan,
-        prober=_prober(wishes, limits, is_slurm=is_slurm),
+        prober=_prober(wishes, limits, _question(wishes, is_slurm=is_slurm), is_slurm=is_slurm),
         limits=limits,
         say=say,
         counts=elastic_counts_of(arguments),
-        watcher=NodeStates(say, limits.probe_seconds) if is_slurm else None,
+        watcher=NodeStates(say, limits.probe_seconds) if is_slurm else _prober(wishes, limits, is_slurm=False),
         marks=Marks(Path(folder)) if folder else None,
     )
 
@@ -76,9 +78,18 @@ def _walltime_left(variables: Mapping[str, str], passed_seconds: float) -> dict[
         return {}  # the ranks refuse the variable
 
 
-def _prober(wishes: Wishes, limits: Limits, *, is_slurm: bool) -> Prober:
+def _question(wishes: Wishes, *, is_slurm: bool) -> tuple[str, ...]:
+    """What a host has to do before ranks are started there: with a staged environment, to show that it has its copy."""
+    folder = wishes.variables.get(STAGED)
+    if folder is None:
+        return ("true",)
+    lock = f"{folder}/lock"
+    return ("ls", lock if is_slurm else shlex.quote(lock))  # ssh has a shell read it
+
+
+def _prober(wishes: Wishes, limits: Limits, question: tuple[str, ...] = ("true",), *, is_slurm: bool) -> Prober:
     if is_slurm:
-        return Prober(_ASK_SLURM, limit_seconds=limits.probe_seconds, asks_this_host=True)
+        return Prober(_ASK_SLURM, question, limit_seconds=limits.probe_seconds, asks_this_host=True)
     if wishes.agent:
-        return Prober(wishes.agent, limit_seconds=limits.probe_seconds)
-    return Prober(limit_seconds=limits.probe_seconds)
+        return Prober(wishes.agent, question, limit_seconds=limits.probe_seconds)
+    return Prober(question=question, limit_seconds=limits.probe_seconds)

@@ -100,7 +100,7 @@ def begin(output: Path | None, stage_dir: str) -> None:
     The lines set `staged_python` and the variables that processes of it need. `mpispeed stage end` removes it again.
     """
     from mpispeed.launch.options import Wishes
-    from mpispeed.launch.staged import ended_by_exit, job_number, reach_of
+    from mpispeed.launch.staged import ended_by_exit, job_number, lease_of, reach_of
     from mpispeed.staging.folders import name_for
     from mpispeed.staging.pack import pack as packed
     from mpispeed.staging.spread import Staged
@@ -108,7 +108,7 @@ def begin(output: Path | None, stage_dir: str) -> None:
     with ended_by_exit():
         archive = packed(output)
         folder = reach_of(Wishes(), None, "auto", os.environ).stage(
-            archive, name_for(job_number(os.environ)), stage_dir
+            archive, name_for(job_number(os.environ)), stage_dir, lease_of(os.environ, is_held=False)
         )
     found = Staged(folder, archive)
     for name, value in found.variables(os.environ).items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mpispeed.base.site_file import current
 from mpispeed.config import added, legacy
 from mpispeed.config.inference import (
     InferenceConfig,
@@ -21,9 +22,12 @@ from mpispeed.config.inference import (
 from mpispeed.config.load import INLINE
 from mpispeed.config.problems import Location, Problem, find_too_deep, from_validation, refuse, show
 from mpispeed.config.section import Section, inner_section, knows, section_at, text_keys, walk
+from mpispeed.config.site import lay_section_under, name_source
 from mpispeed.config.text import decode
 
 KEYWORDS = "keywords"
+_TRAINING = "zero_optimization"
+"""The section of training configs that `zero` is."""
 
 
 def resolve(
@@ -61,16 +65,42 @@ def resolve(
     problems += doubled
     for problem in doubled:
         settings.pop(problem.path.partition(".")[0], None)
+    of_site = _lay_site_under(settings, problems)
     found = _build(settings, problems)
     if found is not None:
         problems += _find_conflicts(found)
     if problems or found is None:
-        raise refuse(where if config is not None else KEYWORDS, problems)
+        raise refuse(where if config is not None else KEYWORDS, name_source(problems, of_site))
     return found
+
+
+def _lay_site_under(settings: dict[str, Any], problems: list[Problem]) -> legacy.Translation:
+    """Put what the site says of `zero_optimization` under `zero`; return which settings are the site's.
+
+    But for the stage, which is about training: defaults for stage 3 are for models whose parameters are streamed.
+
+    Raises:
+        ConfigError: the site file itself is wrong.
+    """
+    site, zero = current(), settings.get("zero")
+    if not site.path:
+        return legacy.Translation({})
+    done = legacy.Translation({} if zero is None else {_TRAINING: zero}, spelled={_TRAINING: "zero"})
+    streams = isinstance(zero, Mapping) and zero.get("stage") == 3
+    lay_section_under(done, site, _TRAINING, but=("stage",), has_defaults=streams)
+    problems += done.problems
+    if _TRAINING in done.data:
+        settings["zero"] = done.data[_TRAINING]
+    return legacy.Translation({}, of_site={done.as_spelled(path): origin for path, origin in done.of_site.items()})
 
 
 def _given(section: Section) -> dict[str, Any]:
     return {name: getattr(section, name) for name in section.model_fields_set}
+
+
+def _plain(value: Any) -> Any:
+    """What is given of a section and of those inside of it."""
+    return {key: _plain(entry) for key, entry in _given(value).items()} if isinstance(value, Section) else value
 
 
 def _canonical(kind: type[Section], given: Mapping[Any, Any], prefix: str, problems: list[Problem]) -> dict[str, Any]:
@@ -96,7 +126,7 @@ def _form(kind: type[Section], key: str, value: Any, path: str, problems: list[P
     if inner is None:
         return value
     if isinstance(value, Section):
-        value = _given(value)
+        value = _plain(value) if name == "zero" else _given(value)
     if name == "zero" and isinstance(value, Mapping | bool):
         return _of_training(value, problems)
     return _canonical(inner, value, f"{path}.", problems) if isinstance(value, Mapping) else value
@@ -104,9 +134,9 @@ def _form(kind: type[Section], key: str, value: Any, path: str, problems: list[P
 
 def _of_training(value: Any, problems: list[Problem]) -> Any:
     """The section `zero` as files of training may have it: old spellings, "auto", numbers in quotes."""
-    done = legacy.translate({"zero_optimization": value}, text_keys(added.root()), partial(knows, added.root()))
-    problems += [each._replace(path=each.path.replace("zero_optimization", "zero", 1)) for each in done.problems]
-    return done.data["zero_optimization"]
+    done = legacy.translate({_TRAINING: value}, text_keys(added.root()), partial(knows, added.root()))
+    problems += [each._replace(path=each.path.replace(_TRAINING, "zero", 1)) for each in done.problems]
+    return done.data[_TRAINING]
 
 
 def _merge(

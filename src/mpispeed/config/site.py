@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,9 +55,42 @@ def lay_under(done: legacy.Translation, site: SiteFile) -> None:
     """
     below = translate_site(site)
     done.warnings += [f"{site.path}: {warning}" for warning in below.warnings]
-    done.problems += _find_changed(done, below.data, site)
-    _merge(done, done.data, below.data, "", site)
-    for path, value in _locked_values(below.data, site):
+    _lay(done, below.data, site)
+
+
+def lay_section_under(
+    done: legacy.Translation, site: SiteFile, section: str, *, but: Collection[str] = (), has_defaults: bool = True
+) -> None:
+    """As `lay_under`, with what the site says of one section: for settings that have no other.
+
+    Args:
+        done: the section in the models' spelling, at its path.
+        site: the site's file, which is checked as a whole.
+        section: the path of the section, a key of the root.
+        but: keys of the section that are nothing to these settings.
+        has_defaults: False: changes of what is locked are found, and nothing is laid under.
+
+    Raises:
+        ConfigError: as `translate_site`.
+    """
+    said = translate_site(site).data.get(section)
+    below = {section: {key: value for key, value in said.items() if key not in but}} if said else {}
+    left_out = {f"{section}.{key}" for key in but}
+    named = (path for path in map(_canonical, site.locked) if ".".join(path.split(".")[:2]) not in left_out)
+    part = replace(site, locked=tuple(path for path in named if path.partition(".")[0] == section))
+    own = done.data.get(section)
+    kept = {key: own.pop(key) for key in but if key in own} if isinstance(own, dict) else {}
+    _lay(done, below, part, has_defaults=has_defaults)
+    if kept:
+        done.data[section].update(kept)
+
+
+def _lay(done: legacy.Translation, below: Mapping[str, Any], site: SiteFile, *, has_defaults: bool = True) -> None:
+    done.problems += _find_changed(done, below, site)
+    if not has_defaults:
+        return
+    _merge(done, done.data, below, "", site)
+    for path, value in _locked_values(below, site):
         if not _entries(done.data, path):
             legacy.put(done.data, path, copy.deepcopy(value))
             _note(done, path, value, site)
@@ -118,7 +152,7 @@ def _find_changed(done: legacy.Translation, below: Mapping[str, Any], site: Site
             has_value = wanted is not _ABSENT and not _is_hidden(path)
             at = f" at {show(wanted)}" if has_value else ""
             what = f"is locked{at} by {printable(site.path)} of {site.owner}, key {locked}"
-            problems.append(Problem(done.as_spelled(path), what, "take it out of the configuration"))
+            problems.append(Problem(done.as_spelled(path), what, "leave it out"))
     return problems
 
 

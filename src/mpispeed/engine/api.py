@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpispeed.base.errors import ConfigError, ScheduleError
-from mpispeed.base.site_file import NONE, hold, read_site_file
+from mpispeed.base.site_file import NONE, hold, read_for_job
 from mpispeed.config.accept import accept
 from mpispeed.config.elastic_batch import check_schedule, find_run_warnings
 from mpispeed.config.load import LoadedConfig, read_source
@@ -189,7 +189,7 @@ def _shared_source(world: World, args: argparse.Namespace | None, config: Any) -
         source = _config_source(args, config)
         if world.rank == 0 or isinstance(source, Mapping):
             content, where = read_source(source)
-        site = read_site_file() if world.rank == 0 else NONE
+        site = read_for_job() if world.rank == 0 else NONE
     text, name, site = world.comm.share((content if isinstance(content, str) else None, where, site))
     hold(site)
     return (text, name) if text is not None else (content, where)

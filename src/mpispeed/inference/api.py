@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mpispeed.base.errors import ConfigError
+from mpispeed.base.site_file import NONE, hold, read_for_job
 from mpispeed.base.units import format_ranks
 from mpispeed.config.inference import InferenceConfig
 from mpispeed.config.inference_effects import find_sentences
@@ -86,12 +87,17 @@ def _check_model(model: Any) -> None:
 
 
 def _shared_source(world: World, config: Any) -> tuple[str | Mapping[str, Any] | InferenceConfig | None, str]:
-    """The config, and a name for it; of a file the text that rank 0 read. Collective over: all ranks."""
+    """The config, and a name for it; of a file the text that rank 0 read, as it reads the site's defaults.
+
+    Collective over: all ranks.
+    """
     content, where = config, INLINE
     with configuring(world.comm):
         if config is not None and not isinstance(config, (Mapping, InferenceConfig)) and world.rank == 0:
             content, where = read_source(config)
-    text, name = world.comm.share((content if isinstance(content, str) else None, where))
+        site = read_for_job() if world.rank == 0 else NONE
+    text, name, site = world.comm.share((content if isinstance(content, str) else None, where, site))
+    hold(site)
     is_given = config is None or isinstance(config, (Mapping, InferenceConfig))
     return (content, where) if is_given else (text, name)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mpispeed.base.site_file import set_aside
 from mpispeed.engine.api import initialize
 from mpispeed.inference.in_step import InStep
 from mpispeed.mesh.world import start
@@ -43,7 +44,8 @@ def stream_model(model: nn.Module, zero: Mapping[str, Any], *, tensor: int = 1, 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(zero)}
     if tensor > 1:
         config["tensor_parallel"] = {"autotp_size": tensor}
-    return Streamed(initialize(model=model.eval().requires_grad_(False), config=config)[0])
+    with set_aside():  # the section has what the site says of it, and the rest is about training
+        return Streamed(initialize(model=model.eval().requires_grad_(False), config=config)[0])
 
 
 def _load_sharded(model: nn.Module, zero: Mapping[str, Any], load: Load) -> None:

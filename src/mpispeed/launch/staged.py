@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,17 @@ def reach_of(wishes: Wishes, ranks: int | None, mpi: str, environ: Mapping[str, 
 def job_number(environ: Mapping[str, str]) -> str:
     """The job that a folder belongs to: its number in SLURM, else this process."""
     return environ.get("SLURM_JOB_ID") or f"p{os.getpid()}"
+
+
+def lease_of(environ: Mapping[str, str], *, is_held: bool) -> str:
+    """The lease of a folder: see `staging.folders.make_folder`.
+
+    Args:
+        environ: of the job.
+        is_held: this process holds the lock as long as the folder is in use.
+    """
+    restarts = environ.get("SLURM_RESTART_COUNT") or "0"
+    return f"{restarts} {socket.gethostname()}" if is_held else restarts
 
 
 @contextmanager

@@ -152,6 +152,14 @@ class Supervisor:
             self.say(f"{ran}; it is started again in {pause:g} s")
             self.sleep(pause)
 
+    def answering(self) -> tuple[Host, ...]:
+        """Return the hosts that answer before the first start, when they are enough.
+
+        Raises:
+            UsageError: they did not become enough in time.
+        """
+        return tuple(self._wait_for_hosts(self._watcher))
+
     def choose(self, alive: Sequence[Host]) -> tuple[Host, ...]:
         """Choose hosts and slots among the hosts that answer.
 

@@ -72,7 +72,7 @@ def read(config: Any) -> Options:
     if config is None:
         return Options()
     if isinstance(config, str | Path):
-        config = _load(Path(config))
+        config = read_file(config)
     section = config.get(SECTION, {}) if isinstance(config, Mapping) else getattr(config, SECTION, {})
     if isinstance(section, Mapping):
         unknown = sorted(set(section) - set(Options.__slots__))
@@ -93,9 +93,14 @@ def override(options: Options, **explicit: Any) -> Options:
     return replace(options, **given).checked()
 
 
-def _load(path: Path) -> Any:
+def read_file(path: str | Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
-        return json.loads(path.read_text())
+        return json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         msg = f"checkpointing.configure: {path} cannot be read as JSON: {error}"
         raise ConfigError(msg) from error

@@ -67,7 +67,7 @@ def _stage(
     made: list[Path] = []
     problem = ""
     try:
-        made = unpack.begin(asked.name, asked.bytes, asked.inodes, asked.place)
+        made = unpack.begin(asked.name, asked.bytes, asked.inodes, asked.place, asked.lease)
         for path in made:
             held.enter_context(locked(path))
     except (StagingError, OSError) as error:

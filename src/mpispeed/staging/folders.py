@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import subprocess
 import time
@@ -23,6 +24,7 @@ GRACE_SECONDS = 600.0
 """Age up to which a folder without a lock is left alone: its job may be between two of its steps."""
 
 _DAY_SECONDS = 86400.0
+_LONGEST_LEASE = 400
 _NAME = re.compile(PREFIX + r"(\d+)-([A-Za-z0-9_.]+)-([a-z0-9]{8})")
 
 
@@ -45,8 +47,13 @@ def name_for(job: str) -> str:
     return f"{PREFIX}{os.geteuid()}-{word}-{secrets.token_hex(4)}"
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, lease: str = "") -> None:
     """Make the folder of a job, with its lock.
+
+    Args:
+        path: of the folder.
+        lease: how often its SLURM job was requeued; then the host of its launcher, if that holds the lock as long as it
+            lives. Other starts of the job leave the folder alone; empty: they may remove it when it is old.
 
     Raises:
         StagingError: there is something of that name.
@@ -57,9 +64,11 @@ def make_folder(path: Path) -> None:
         msg = f"{path} cannot be made: {error.strerror}"
         raise StagingError(msg) from None
     try:
-        os.close(os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        file = os.open(path / "lock", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as lock:
+            lock.write(lease)
     except OSError as error:
-        path.rmdir()
+        shutil.rmtree(path, ignore_errors=True)
         msg = f"{path}/lock cannot be made: {error.strerror}"
         raise StagingError(msg) from None
 
@@ -120,8 +129,11 @@ def remove(path: Path) -> None:
     raise StagingError(msg)
 
 
-def left_over(places: Sequence[Path], job: str = "") -> Iterator[Path]:
-    """Folders of this user that no process uses and whose job is over; those of `job` itself by their age only.
+def left_over(places: Sequence[Path], job: str = "", lease: str = "") -> Iterator[Path]:
+    """Folders of this user that no process uses and whose job is over.
+
+    Those of `job` itself, which asks, are left over from before it was requeued, or from a launcher on this node that
+    was killed, which is seen by its lock. Others may wait for their ranks: a batch script that staged holds no lock.
 
     While the caller has one, no process can begin to use it: it is to be removed before the next one is asked for.
     """
@@ -142,8 +154,19 @@ def left_over(places: Sequence[Path], job: str = "") -> Iterator[Path]:
                     has_lock = os.path.lexists(place / name / "lock")
                     if has_lock and not held.enter_context(locked(place / name, is_exclusive=True)):
                         continue
-                    if not has_lock or _is_over(match[2], job, _age(place / name)):
+                    is_own = match[2] == job and job.isdigit()
+                    if has_lock and is_own and _is_leased(place / name, lease):
+                        continue
+                    if not has_lock or is_own or _is_over(match[2], _age(place / name)):
                         yield place / name
+
+
+def _is_leased(path: Path, lease: str) -> bool:
+    """True if a folder of our own job, whose lock nobody holds on this node, may still be used by a start of it."""
+    file = os.open(path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(file, encoding="utf-8", errors="replace") as lock:
+        restarts, _, launcher = lock.read(_LONGEST_LEASE).partition(" ")
+    return bool(restarts) and restarts == lease.partition(" ")[0] and launcher != socket.gethostname()
 
 
 def _age(path: Path) -> float:
@@ -155,8 +178,8 @@ def _age(path: Path) -> float:
     return time.time() - max(dates, default=path.stat().st_mtime)
 
 
-def _is_over(job: str, own: str, age_seconds: float) -> bool:
-    return age_seconds >= GRACE_SECONDS and (not job.isdigit() or job == own or _has_ended(job, age_seconds))
+def _is_over(job: str, age_seconds: float) -> bool:
+    return age_seconds >= GRACE_SECONDS and (not job.isdigit() or _has_ended(job, age_seconds))
 
 
 def _has_ended(job: str, age_seconds: float) -> bool:

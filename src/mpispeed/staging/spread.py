@@ -62,8 +62,14 @@ def _in_front(folder: Path, path: str) -> str:
 class Reach(Protocol):
     """A way to the nodes of a job."""
 
-    def stage(self, archive: Archive, name: str, place: str) -> Path:
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
         """Unpack the archive to a folder `name` on every node; return its path, the same everywhere.
+
+        Args:
+            archive: to unpack.
+            name: of the folder, from `name_for`.
+            place: folder of the nodes to unpack to; empty: the first with room.
+            lease: see `folders.make_folder`.
 
         Raises:
             StagingError: a node cannot, and then none has the folder.
@@ -79,7 +85,7 @@ class Reach(Protocol):
 
 @contextmanager
 def staged(
-    reach: Reach, archive: Archive, job: str, place: str = "", *, warn: Callable[[str], None]
+    reach: Reach, archive: Archive, job: str, place: str = "", lease: str = "", *, warn: Callable[[str], None]
 ) -> Iterator[Staged]:
     """The environment on the nodes, removed at the end.
 
@@ -88,12 +94,13 @@ def staged(
         archive: to unpack there.
         job: number of the job, for the name of the folder.
         place: folder of the nodes to unpack to, instead of the first with room.
+        lease: see `folders.make_folder`; the lock is held here meanwhile.
         warn: takes a sentence if it cannot be removed, which is no failure of the job.
 
     Raises:
         StagingError: a node cannot unpack it.
     """
-    folder = reach.stage(archive, name_for(job), place)
+    folder = reach.stage(archive, name_for(job), place, lease)
     with ExitStack() as stack:
         with suppress(OSError):  # this may be none of the nodes
             stack.enter_context(locked(folder))
@@ -106,10 +113,10 @@ def staged(
                 warn(f"{error}; the next start there removes it, or `mpispeed stage clean`")
 
 
-def _begin_words(archive: Archive, name: str, place: str, *, has_copy: bool) -> list[str]:
+def _begin_words(archive: Archive, name: str, place: str, lease: str, *, has_copy: bool) -> list[str]:
     room = archive.room + (archive.size if has_copy else 0)
     words = ["begin", "--name", name, "--bytes", str(room), "--inodes", str(archive.inodes + has_copy)]
-    return [*words, *(["--place", place] if place else [])]
+    return [*words, *(["--place", place] if place else []), *(["--lease", lease] if lease else [])]
 
 
 def _unpack_words(archive: Path, seal: str, folder: Path) -> list[str]:
@@ -150,9 +157,9 @@ def _first_reason(text: str) -> str:
 class Here:
     """This node alone: the archive is read where it is."""
 
-    def stage(self, archive: Archive, name: str, place: str) -> Path:
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
         """See `Reach`."""
-        made = run_words([*_UNPACK, *_begin_words(archive, name, place, has_copy=False)])
+        made = run_words([*_UNPACK, *_begin_words(archive, name, place, lease, has_copy=False)])
         folder = Path(made.rstrip("\n").split("\t")[1])
         try:
             run_words([*_UNPACK, *_unpack_words(archive.path, archive.seal, folder)])
@@ -185,11 +192,11 @@ class SlurmSteps:
         step += ["--overlap", "--export=ALL", "--kill-on-bad-exit=0", *self.flags]
         return run_words([*step, *_UNPACK, *words]).splitlines()
 
-    def stage(self, archive: Archive, name: str, place: str) -> Path:
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
         """See `Reach`."""
         sends = self.has_all and self.nodes > 1 and shutil.which("sbcast") is not None
         try:
-            folder = common_place(self._run(_begin_words(archive, name, place, has_copy=sends)), self.nodes)
+            folder = common_place(self._run(_begin_words(archive, name, place, lease, has_copy=sends)), self.nodes)
             source = archive.path
             if sends:
                 source = folder / "archive.tar"
@@ -244,9 +251,14 @@ class MpiJob:
         argv, environ = self.start([sys.executable, "-I", _BROADCAST, *words])
         return run_words(argv, environ)
 
-    def stage(self, archive: Archive, name: str, place: str) -> Path:
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
         """See `Reach`."""
-        words = ["stage", str(archive.path), archive.seal, *_begin_words(archive, name, place, has_copy=True)[1:]]
+        words = [
+            "stage",
+            str(archive.path),
+            archive.seal,
+            *_begin_words(archive, name, place, lease, has_copy=True)[1:],
+        ]
         try:
             return Path(self._run(words).split("\t")[1].strip())
         except BaseException:
@@ -256,3 +268,31 @@ class MpiJob:
     def end(self, folder: Path) -> None:
         """See `Reach`."""
         self._run(["end", str(folder)])
+
+
+@dataclass(slots=True)
+class Survivors:
+    """Hosts of which some may be lost by the end, and are not waited for then.
+
+    Attributes:
+        hosts: their names.
+        reach_to: the way to some of them.
+        silence: asks all; gives those that do not answer, with the reason.
+    """
+
+    hosts: Sequence[str]
+    reach_to: Callable[[Sequence[str]], Reach]
+    silence: Callable[[], Mapping[str, str]]
+
+    def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
+        """See `Reach`."""
+        return self.reach_to(self.hosts).stage(archive, name, place, lease)
+
+    def end(self, folder: Path) -> None:
+        """See `Reach`."""
+        lost = self.silence()
+        if alive := [name for name in self.hosts if name not in lost]:
+            self.reach_to(alive).end(folder)
+        if lost:
+            msg = f"{folder} may be left on {', '.join(sorted(lost))}, which cannot be asked"
+            raise StagingError(msg)

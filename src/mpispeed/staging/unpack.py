@@ -1,6 +1,6 @@
 """Unpacks an archive of an environment on one node, and removes it; runs by itself, with the standard library only.
 
-    python -I -S unpack.py begin --name NAME --bytes N --inodes N [--place FOLDER]
+    python -I -S unpack.py begin --name NAME --bytes N --inodes N [--place FOLDER] [--lease TEXT]
     python -I -S unpack.py unpack --archive FILE --seal SEAL --folder FOLDER [--consume]
     python -I -S unpack.py end --folder FOLDER
     python -I -S unpack.py clean
@@ -159,7 +159,7 @@ def write_all(file: int, piece: bytes | memoryview, path: str) -> None:
         raise
 
 
-def begin(name: str, need_bytes: int, need_inodes: int, place: str = "") -> list[Path]:
+def begin(name: str, need_bytes: int, need_inodes: int, place: str = "", lease: str = "") -> list[Path]:
     """Make a folder `name` in every place with room; remove what earlier jobs have left.
 
     Raises:
@@ -168,7 +168,7 @@ def begin(name: str, need_bytes: int, need_inodes: int, place: str = "") -> list
     job = job_of(name)
     places = candidates(place)
     is_asked = bool(place or os.environ.get("MPISPEED_STAGE_DIR"))
-    for path in left_over(places, job):
+    for path in left_over(places, job, lease):
         with contextlib.suppress(StagingError):
             remove(path)
     made: list[Path] = []
@@ -177,7 +177,7 @@ def begin(name: str, need_bytes: int, need_inodes: int, place: str = "") -> list
         reason = unfit(folder, need_bytes, need_inodes, is_asked=is_asked)
         try:
             if not reason:
-                make_folder(folder / name)
+                make_folder(folder / name, lease)
                 made.append(folder / name)
         except (StagingError, OSError) as error:
             reason = str(error)
@@ -244,6 +244,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     beginning.add_argument("--bytes", type=int, required=True)
     beginning.add_argument("--inodes", type=int, required=True)
     beginning.add_argument("--place", default="")
+    beginning.add_argument("--lease", default="")
     unpacking = commands.add_parser("unpack")
     unpacking.add_argument("--archive", type=Path, required=True)
     unpacking.add_argument("--seal", required=True)
@@ -262,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a half-filled folder is removed
     try:
         if asked.command == "begin":
-            made = begin(asked.name, asked.bytes, asked.inodes, asked.place)
+            made = begin(asked.name, asked.bytes, asked.inodes, asked.place, asked.lease)
             sys.stdout.write("\t".join([host, *map(str, made)]) + "\n")
         elif asked.command == "unpack":
             unpack(asked.archive, Seal.parse(asked.seal), asked.folder, workers=asked.workers, consumes=asked.consume)

@@ -9,8 +9,12 @@ import pytest
 
 from mpispeed.base import site_file
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.site_file import NONE, VARIABLE, SiteFile, current, hold, read_site_file
+from mpispeed.base.site_file import NONE, VARIABLE, SiteFile, current, hold, read_for_job, read_site_file, set_aside
 from mpispeed.config import explain, load, load_for_run
+from mpispeed.config.inference import InferenceConfig
+from mpispeed.config.inference_load import resolve
+from mpispeed.config.offload import OffloadParam
+from mpispeed.config.zero import ZeroOptimization
 
 TEXT = """
 locked = ["zero_optimization.stage", "zero_optimization.stage3_prefetch_bucket_size", "wall_clock_breakdown"]
@@ -203,6 +207,60 @@ def test_a_file_of_another_user_does_not_replace_that_of_the_machine(site, tmp_p
     else:
         with pytest.raises(ConfigError, match="but this machine has"):
             read_site_file({VARIABLE: str(other)}, Path("/etc/passwd"))
+
+
+def test_settings_of_inference_take_the_section_for_parameters_where_they_are_streamed(site):
+    site()
+    streamed = resolve({"zero": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}, {"zero": {"overlap_comm": True}})
+    assert streamed.zero.prefetch_bucket_size == 1000
+    assert streamed.zero.allgather_bucket_size == 4_000_000
+    assert streamed.zero.stage == 3  # not that of training, though it is locked
+    assert "zero" not in resolve().model_fields_set
+    assert resolve({"zero": {"stage": 1}}).zero.model_fields_set == {"stage"}
+    assert resolve({"zero": {"stage": 3, "allgather_bucket_size": 7}}).zero.allgather_bucket_size == 7
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_settings_of_inference_change_nothing_that_is_locked(site, stage):
+    path = site()
+    for given in (
+        {"stage": stage, "stage3_prefetch_bucket_size": 7},
+        ZeroOptimization(stage=stage, prefetch_bucket_size=7),
+    ):
+        for source in (resolve, lambda zero: resolve(None, zero), lambda zero: resolve(InferenceConfig(**zero))):
+            with pytest.raises(ConfigError, match=rf"zero\.prefetch_bucket_size: is locked at 1000 by {path} of "):
+                source({"zero": given})
+    assert resolve({"zero": {"stage": stage, "stage3_prefetch_bucket_size": "1e3"}}).zero.prefetch_bucket_size == 1000
+
+
+def test_a_section_of_inference_that_is_locked_as_a_whole(site):
+    site('locked = ["zero_optimization"]\n[config.zero_optimization]\noffload_param = {device = "cpu"}\n')
+    assert resolve({"zero": {"stage": 3}}).zero.offload_param.device == "cpu"
+    zero = ZeroOptimization(stage=3, offload_param=OffloadParam(device="cpu"))
+    assert resolve(InferenceConfig(zero=zero)).zero == zero
+    with pytest.raises(ConfigError, match=r"zero\.offload_param\.device: is locked at \"cpu\""):
+        resolve({"zero": {"stage": 3, "offload_param": {"device": "none"}}})
+    with pytest.raises(ConfigError, match=r"zero\.overlap_comm: is locked by"):
+        resolve({"zero": {"stage": 3, "overlap_comm": False}})
+
+
+def test_mistakes_of_the_file_are_told_with_those_of_settings_of_inference(site):
+    path = site("[config.zero_optimization]\nstge = 1\n")
+    with pytest.raises(ConfigError, match=f"zero\\.stge.*from the site file {path}"):
+        resolve({"zero": {"stage": 3}})
+    site("[config]\ntrain_batch_size = 4\n")
+    with pytest.raises(ConfigError, match="batch sizes belong to runs"):
+        resolve()
+
+
+def test_settings_that_are_made_of_others_have_no_site_file_again(site):
+    site()
+    hold(None)
+    with set_aside():
+        assert read_for_job() is current() is NONE
+        hold(NONE)
+        assert load({**MICRO, "zero_optimization": {"stage": 3}}).config.zero_optimization.stage == 3
+    assert read_for_job() == current() != NONE
 
 
 def test_what_rank_0_has_read_counts_from_then_on(site):

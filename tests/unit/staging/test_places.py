@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,11 @@ from pathlib import Path
 import pytest
 
 from mpispeed.base.errors import StagingError
+from mpispeed.launch.staged import job_number, lease_of
 from mpispeed.staging import folders, places, unpack
+from mpispeed.staging.contents import Contents, File
+from mpispeed.staging.pack import Archive, write_archive
+from mpispeed.staging.spread import Here, staged
 from tests.helpers.system import CHECKOUT, ROOT, cannot, with_own_mounts
 
 NOBODY = 65534
@@ -34,10 +39,10 @@ def name(job="7", letters="0123abcd", uid=UID):
     return f"mpispeed-env-{uid}-{job}-{letters}"
 
 
-def left(place, job="7", letters="0123abcd", age=0.0):
+def left(place, job="7", letters="0123abcd", age=0.0, lease=""):
     """The folder of a job that ended so many seconds ago."""
     folder = place / name(job, letters)
-    folders.make_folder(folder)
+    folders.make_folder(folder, lease)
     (folder / "venv").mkdir()
     (folder / "venv" / "x").touch()
     os.utime(folder / "lock", (time.time() - age,) * 2)
@@ -192,6 +197,40 @@ def test_only_what_is_old_and_unused_is_cleaned_away(place):
         [young, used, made, place / name("p4", uid=UID + 1), place / "mpispeed-env-other"]
     )
     assert list(folders.left_over([place])) == [used]
+
+
+@pytest.mark.parametrize(
+    ("lease", "stays"),
+    [("2", True), ("2 other-host", True), (f"2 {socket.gethostname()}", False), ("1", False), ("1 other-host", False)],
+)
+def test_a_start_of_the_same_job_keeps_its_folder_until_the_job_is_over(place, lease, stays):
+    """Staged by a batch script that has other work before its ranks start, so that no process holds the lock."""
+    folder = left(place, "9", age=folders.GRACE_SECONDS + 60, lease=lease)
+    (made,) = unpack.begin(name("9", "bbbbbbbb"), 1, 1, lease="2 x")
+    assert (made / "lock").read_text() == "2 x"
+    assert folder.exists() == stays
+    if stays:  # requeued
+        unpack.begin(name("9", "cccccccc"), 1, 1, lease="3")
+        assert {path.name for path in place.iterdir()} == {made.name, name("9", "cccccccc")}
+
+
+def test_two_starts_of_a_batch_script_long_after_each_other(place, tmp_path, monkeypatch):
+    """As `mpispeed stage begin` and `mpispeed run --stage-env` in one job."""
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    with (tmp_path / "x.tar").open("wb") as file:
+        seal, _ = write_archive(file, Contents("python", "", {"python": File("python", str(tmp_path / "python"))}))
+    archive = Archive(tmp_path / "x.tar", str(seal), "", "python", "", 1, 1, 1, 1, "")
+    first = Here().stage(archive, folders.name_for(job_number(os.environ)), "", lease_of(os.environ, is_held=False))
+    os.utime(first / "lock", (time.time() - folders.GRACE_SECONDS - 60,) * 2)
+    lease = lease_of(os.environ, is_held=True)
+    with staged(Here(), archive, job_number(os.environ), "", lease, warn=pytest.fail) as second:
+        assert second.folder != first
+        assert (first / "python").exists()
+        os.utime(second.folder / "lock", (time.time() - folders.GRACE_SECONDS - 60,) * 2)
+        assert list(folders.left_over([place], "9", lease)) == []  # the lock is held
+    assert [path.name for path in place.iterdir()] == [first.name]
 
 
 def test_what_is_being_removed_waits_for_nobody_and_is_used_by_nobody(place):
