@@ -117,6 +117,19 @@ def test_a_link_to_a_place_that_others_could_exchange_is_unfit(place, tmp_path):
     assert places.unfit(place / "link", 1, 1) == "another user can move what is in it"
 
 
+def test_a_link_of_another_user_is_no_way_to_a_place(place, tmp_path):
+    if UID != 0:
+        cannot("only root can give a link to somebody else")
+    (tmp_path / "inner").mkdir()
+    (place / "link").symlink_to(tmp_path)
+    (place / "second").symlink_to("link")
+    place.chmod(0o1777)
+    assert places.unfit(place / "second" / "inner", 1, 1) == ""
+    os.chown(place / "link", NOBODY, NOBODY, follow_symlinks=False)
+    for path in ("link", "second", "second/inner"):
+        assert places.unfit(place / path, 1, 1) == "another user can move what is in it"
+
+
 def test_places_are_absolute_and_of_one_line(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "a\tb").mkdir()
