@@ -29,7 +29,7 @@ from typing import IO
 from mpispeed.base.errors import StagingError
 from mpispeed.base.version import VERSION
 from mpispeed.staging.archive import FORMAT, PLACEHOLDER, Seal
-from mpispeed.staging.contents import Contents, File, Paths, find_contents, own_paths
+from mpispeed.staging.contents import Contents, File, Paths, find_contents, is_left_out, own_paths
 
 MANIFEST = "mpispeed-manifest.txt"
 INSIDE = "staged-archive"
@@ -171,6 +171,8 @@ def key_of(paths: Paths, exclude: Sequence[str] = ()) -> str:
                 continue
             if not entry.is_dir():
                 note(entry.name, *_dates(entry.path))
+            elif is_left_out(entry.path):
+                continue
             elif is_own:
                 record = f"{entry.path}/RECORD"
                 note(entry.name, *(_dates(record) if entry.name.endswith(".dist-info") else ()))
@@ -186,7 +188,7 @@ def _note_tree(note: Callable[..., None], top: str) -> None:
     """Note the dates of all files of a folder, or of a file, but not of bytecode."""
     note(top, *_dates(top))
     for folder, folders, files in os.walk(top):
-        folders[:] = sorted(name for name in folders if name not in ("__pycache__", ".git"))
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(f"{folder}/{name}"))
         for name in sorted(files):
             note(folder, name, *_dates(f"{folder}/{name}"))
 

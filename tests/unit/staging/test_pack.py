@@ -161,6 +161,23 @@ def test_it_is_packed_again_when_it_has_changed_and_only_then(environment, tmp_p
     assert by_choice["files"] < by_upgrade["files"] == by_install["files"] == by_edit["files"] + 1
 
 
+def test_an_environment_in_the_folder_of_a_project_is_not_packed_with_it(environment, tmp_path):
+    python, sites, _ = environment
+    project = tmp_path / "project"
+    shutil.copytree(sites / "click", project / "click_of_project")
+    inner = project / ".venv"
+    (inner / "staged-archive").mkdir(parents=True)
+    (inner / "pyvenv.cfg").touch()
+    (sites / "project.pth").write_text(f"{project}\n")
+    first = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
+    listed = run(python, "-m", "mpispeed", "stage", "show", "--files", "-o", tmp_path / "archive")
+    (inner / "staged-archive" / "archive.json").touch()
+    again = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
+    (sites / "project.pth").unlink()
+    assert ("click_of_project/core.py" in listed, ".venv" in listed) == (True, False)
+    assert again == first
+
+
 def test_two_packers_at_once_make_one_archive(environment, tmp_path):
     python = environment[0]
     words = [python, "-m", "mpispeed", "stage", "pack", "-o", tmp_path / "both", *BUT_PYTHON]
