@@ -1,10 +1,12 @@
 """A small virtual environment, packed, moved and started from: everything comes from the copy, and it is made once."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import StagingError
-from mpispeed.staging import contents, elf, unpack
+from mpispeed.staging import contents, elf, pack, unpack
 from mpispeed.staging.archive import Seal
+from mpispeed.staging.pack import find_packed
 from tests.helpers.small_environment import small_environment
-from tests.helpers.system import ROOT, with_own_mounts
+from tests.helpers.system import ROOT, cannot, with_own_mounts
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MPISPEED_STAGE_DIR")}
 FINDER = '''"""As setuptools writes it for packages that are in no folder src."""
@@ -235,6 +238,61 @@ def test_an_archive_that_others_could_have_put_there_is_not_used(environment, tm
     done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)
     assert (done.returncode, "give a folder of your own with --output" in done.stderr) == (2, True)
     assert not list((tmp_path / "open").iterdir())
+
+
+def test_the_archive_is_for_those_alone_who_can_read_all_that_is_in_it(archive):
+    assert Path(archive["path"]).stat().st_mode & 0o077 == 0  # folders of tests are ours alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        key, other = Path(top, "inner", "key.txt"), Path(top, "other.py")
+        key.parent.mkdir()
+        files = {path.name: contents.File(path.name, str(path)) for path in (key, other)}
+        for path, mode in ((key, 0), (other, 0o644), (Path(top), 0o755)):
+            path.touch()
+            path.chmod(mode)
+        found = []
+        for own, folder in ((0o644, 0o755), (0o640, 0o755), (0o600, 0o755), (0o644, 0o710)):
+            key.chmod(own)
+            key.parent.chmod(folder)
+            found.append(pack._readers_of(contents.Contents(files=files)))
+    assert found == [0o044, 0o040, 0, 0o040]
+
+
+def test_what_others_put_into_the_folder_is_not_believed(tmp_path):
+    if os.geteuid() != 0:
+        cannot("only root can give a file to somebody else")
+    (tmp_path / "x.tar").touch()
+    facts = {**dict.fromkeys(("seal", "key", "python", "libraries", "source"), ""), "exclude": [], "path": "x.tar"}
+    facts |= {"format": 1, **dict.fromkeys(("size", "room", "inodes", "files"), 0)}
+    (tmp_path / "archive.json").write_text(json.dumps(facts))
+    assert find_packed(tmp_path).path == tmp_path / "x.tar"
+    os.chown(tmp_path / "archive.json", 4321, 4321)
+    assert find_packed(tmp_path) is None
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    wanted = contents.Contents("a", "", {"a": contents.File("a", str(tmp_path / "gone"))})
+    with pytest.raises(StagingError, match=r"gone cannot be packed: No such file.*--exclude"):
+        pack.write_archive(io.BytesIO(), wanted)
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "[" * 100_000, "{}", '{"format": 1, "path": 2}'])
+def test_facts_that_are_none_are_no_archive(tmp_path, text):
+    (tmp_path / "archive.json").write_text(text)
+    assert find_packed(tmp_path) is None
+
+
+def test_a_pipe_in_place_of_the_facts_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "archive.json")
+    assert find_packed(tmp_path) is None
+
+
+def test_an_archive_that_is_used_stays_young(tmp_path):
+    path = tmp_path / "environment-0.tar"
+    path.touch()
+    os.utime(path, (0, 0))
+    pack._mark_used(path)
+    pack._remove_old(tmp_path, tmp_path / "environment-1.tar")
+    assert path.exists()
 
 
 def test_without_an_archive_there_is_nothing_to_show(environment, tmp_path):
