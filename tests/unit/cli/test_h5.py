@@ -144,6 +144,15 @@ def test_damage_is_named(made, tmp_path):
     assert done.exit_code == 4 and "unfinished" in done.stderr
 
 
+def test_damage_behind_a_link_is_damage(made, tmp_path):
+    (tmp_path / "half.h5").write_bytes((made / "store.h5").read_bytes()[:600])
+    (tmp_path / "link.h5").symlink_to("half.h5")
+    assert [call("verify", tmp_path / name).exit_code for name in ("half.h5", "link.h5")] == [3, 3]
+    (tmp_path / "link.h5").unlink()
+    (tmp_path / "link.h5").symlink_to("link.h5")
+    assert call("verify", tmp_path / "link.h5").exit_code == 2
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_any_byte_may_be_wrong(made, tmp_path, name):
     """Bytes of the first page, where most of HDF5's own data is: a verdict each time, never a traceback."""
