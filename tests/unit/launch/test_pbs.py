@@ -242,6 +242,16 @@ def test_what_cannot_be_submitted(tmp_path, monkeypatch, capsys, words, told):
     assert told in capsys.readouterr().err
 
 
+def test_a_refusal_in_another_encoding_is_told(tmp_path, monkeypatch, capsys):
+    program(tmp_path, "bin/qsub", r"printf 'qsub: d\xe9sol\xe9, queue\n' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(SystemExit):
+        main(["qsub", "--cpus-per-task", "1", "--time", "5", "--run-dir", "run", "train.py"])
+    assert "job.pbs: qsub: d\N{REPLACEMENT CHARACTER}sol" in capsys.readouterr().err
+
+
 def test_a_chain_by_dependency_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
