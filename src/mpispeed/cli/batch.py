@@ -1,4 +1,4 @@
-"""What `mpispeed sbatch` and `mpispeed qsub` have in common: options, the run folder, checks, the file of a script."""
+"""Common parts of `mpispeed sbatch` and `mpispeed qsub`: options, the run folder, checks, the file of a script."""
 
 from __future__ import annotations
 
