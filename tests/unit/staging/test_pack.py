@@ -171,12 +171,14 @@ def test_an_environment_in_the_folder_of_a_project_is_not_packed_with_it(environ
     inner = project / ".venv"
     (inner / "staged-archive").mkdir(parents=True)
     (inner / "pyvenv.cfg").touch()
+    (project / "\udcff\x1b.py").touch()
     (sites / "project.pth").write_text(f"{project}\n")
     first = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
     listed = run(python, "-m", "mpispeed", "stage", "show", "--files", "-o", tmp_path / "archive")
     (inner / "staged-archive" / "archive.json").touch()
     again = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
     (sites / "project.pth").unlink()
+    assert r"/\udcff\x1b.py" in listed
     assert ("click_of_project/core.py" in listed, ".venv" in listed) == (True, False)
     assert again == first
 
