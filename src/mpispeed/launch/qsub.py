@@ -31,6 +31,9 @@ def fill(request: Request, site: Site) -> str:
     ranks = request.ranks_per_node or site.ranks_per_node or 1
     cores = cores_of(request, site, Partition(), ranks)
     limit = int(seconds_of(limit_of(request, site, Partition())))
+    if limit < 1:
+        msg = "--time is 0, which PBS takes for no time at all; give the seconds, minutes or hours that the job needs"
+        raise ConfigError(msg)
     if not _NAME.fullmatch(request.job_name):
         msg = f"the name of the job is {request.job_name!r}; PBS takes a letter, then letters, digits, dots and dashes"
         raise ConfigError(msg)
