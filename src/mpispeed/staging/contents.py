@@ -261,9 +261,14 @@ def _mapped(sites: Sequence[Path]) -> Iterator[Path]:
     """Packages of editable installs that setuptools finds by a table, in place of a folder of the path."""
     for folder in sites:
         for finder in sorted(folder.glob("__editable___*_finder.py")):
-            match = _MAPPING.search(finder.read_text(errors="replace"))
-            table = ast.literal_eval(match[1]) if match else {}
-            yield from (Path(source) for _, source in sorted(table.items()) if Path(source).exists())
+            try:
+                match = _MAPPING.search(finder.read_text(errors="replace"))
+                table = ast.literal_eval(match[1]) if match else {}
+                sources = [Path(source) for _, source in sorted(table.items())]
+            except (OSError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+                msg = f"{finder} has no table of folders as setuptools writes it: {error}; install what it is of again"
+                raise StagingError(msg) from None
+            yield from (source for source in sources if source.exists())
 
 
 def _drop_absolute_lines(contents: Contents) -> None:

@@ -177,7 +177,18 @@ def key_of(paths: Paths, exclude: Sequence[str] = ()) -> str:
     """A digest that changes with the environment: by lists of installed files, and dates of what is edited by hand.
 
     Packages of wheels change with their RECORD; whoever edits one in place has to pack again himself.
+
+    Raises:
+        StagingError: a folder of the environment cannot be read.
     """
+    try:
+        return _key_of(paths, exclude)
+    except OSError as error:
+        msg = f"the environment cannot be read: {error}; mend or remove what is broken there"
+        raise StagingError(msg) from None
+
+
+def _key_of(paths: Paths, exclude: Sequence[str]) -> str:
     digest = hashlib.sha256()
 
     def note(*words: object) -> None:

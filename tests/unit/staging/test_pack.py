@@ -271,6 +271,18 @@ def test_what_others_put_into_the_folder_is_not_believed(tmp_path):
     assert find_packed(tmp_path) is None
 
 
+@pytest.mark.parametrize("table", ["{'a': open('x')}", "{1: 2, 'a': 'b'}", "{'a': }"])
+def test_a_table_of_an_editable_install_that_is_none_is_told(tmp_path, table):
+    (tmp_path / "__editable___x_finder.py").write_text(f"MAPPING: dict[str, str] = {table}\n")
+    with pytest.raises(StagingError, match=r"x_finder\.py has no table of folders"):
+        list(contents._mapped([tmp_path]))
+
+
+def test_an_environment_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(StagingError, match=r"cannot be read: .*gone'; mend or remove"):
+        pack.key_of(contents.Paths(tmp_path, tmp_path, (tmp_path / "gone",), (), "python3"))
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     wanted = contents.Contents("a", "", {"a": contents.File("a", str(tmp_path / "gone"))})
     with pytest.raises(StagingError, match=r"gone cannot be packed: No such file.*--exclude"):
