@@ -17,7 +17,7 @@ def run_command(
     """
     try:
         return subprocess.run(
-            words, env=None if environ is None else dict(environ), capture_output=True, text=True,
+            words, env=None if environ is None else dict(environ), capture_output=True, text=True, errors="replace",
             timeout=seconds, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

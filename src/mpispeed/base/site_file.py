@@ -18,6 +18,7 @@ from typing import Any
 
 from mpispeed.base.errors import ConfigError
 from mpispeed.base.plain import hide_secrets, printable, read_plain
+from mpispeed.base.ways import walk_to
 
 VARIABLE = "MPISPEED_SITE_FILE"
 """Variable with the path of the file."""
@@ -115,12 +116,12 @@ def read_site_file(environ: Mapping[str, str] = os.environ, system: Path = SYSTE
     """
     named = environ.get(VARIABLE, "")
     path = Path(named) if named else system
-    if not named and not path.exists():
-        return NONE
     try:
+        if not named and not path.exists():
+            return NONE
         owner, real = _require_safe(path, system if named else path)
         text = read_plain(real, LARGEST_BYTES, follows_links=True).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Python's word for links in a circle is the second
         why = getattr(error, "strerror", None) or error
         cure = f"correct {VARIABLE}, or unset it" if named else "ask the administrators of this site"
         msg = f"the site file {printable(str(path))} cannot be read: {why}; {cure}"
@@ -141,18 +142,12 @@ def _require_safe(path: Path, system: Path) -> tuple[str, Path]:
     if status.st_mode & _WRITABLE:
         msg = f"the site file {where} can be written by others than its owner; chmod go-w {where}"
         raise ConfigError(msg)
-    # Folders on the way to a link may also be those of who starts the run.
-    known = (*real.parents, *(folder for folder in path.absolute().parents if folder not in real.parents))
-    for folder in known:
-        about = folder.stat()
-        is_open = about.st_mode & _WRITABLE and not about.st_mode & stat.S_ISVTX
-        owners = (0, status.st_uid) if folder in real.parents else (0, status.st_uid, os.geteuid())
-        if not is_open and about.st_uid in owners:
-            continue
-        parent = printable(str(folder))
+    unsafe = _unsafe_folder(path, real, status.st_uid)
+    if unsafe is not None:
+        parent = printable(str(unsafe))
         msg = (
             f"the site file {where} can be replaced by others than its owner, who may write the folder {parent}; "
-            f"chmod go-w {parent}, and give it to the owner of the file"
+            f"chmod go-w {parent}, and give it to the owner of the file; or keep the file elsewhere"
         )
         raise ConfigError(msg)
     if system != path and system.exists() and status.st_uid not in (0, system.stat().st_uid):
@@ -163,6 +158,24 @@ def _require_safe(path: Path, system: Path) -> tuple[str, Path]:
         )
         raise ConfigError(msg)
     return _user(status.st_uid), real
+
+
+def _unsafe_folder(path: Path, real: Path, owner: int) -> Path | None:
+    """The first folder on the way to a file where others than its owner could put another file or link.
+
+    Folders on the way to a link may also be those of who starts the run. Where everybody may add names (/tmp), the name
+    on the way has to belong to root or to who starts the run.
+    """
+    above = (0, owner)
+    for here, about in walk_to(path):
+        folder = here.parent
+        own = folder.stat()
+        owners = above if folder in real.parents else (*above, os.geteuid())
+        is_shared = bool(own.st_mode & _WRITABLE)
+        is_kept = bool(own.st_mode & stat.S_ISVTX) and about.st_uid in (0, os.geteuid())
+        if own.st_uid not in owners or (is_shared and not is_kept):
+            return folder
+    return None
 
 
 def _user(number: int) -> str:
@@ -188,8 +201,8 @@ def _parse(text: str, path: str, owner: str) -> SiteFile:
     where = f"the site file {printable(path)}"
     try:
         entries = tomllib.loads(text)
-    except ValueError as error:
-        msg = f"{where} is no TOML: {error}"
+    except (ValueError, RecursionError) as error:
+        msg = f"{where} is no TOML: {printable(str(error), 300)}"
         raise ConfigError(msg) from None
     for name, value in entries.items():
         kind = _TABLES.get(name)

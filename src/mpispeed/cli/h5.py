@@ -77,9 +77,10 @@ def show(paths: tuple[Path, ...], wants_all: bool, as_json: bool) -> None:
     shown, code = [], 0
     with reported(as_json):
         for number, path in enumerate(_files(paths, as_json)):
-            found = h5_kinds.find(path)
+            found, is_damaged = _found(path)
             told = h5_kinds.described(found)
-            code = max(code, 2 if found.refusal else 3 if "problem" in told else 0)
+            is_unread = "problem" in told and not found.refusal
+            code = max(code, 3 if is_damaged or is_unread else 2 if found.refusal else 0)
             _warn(found)
             if as_json:
                 row = {"file": str(path), "kind": found.title, "format": found.form, "version": found.version}
@@ -91,6 +92,19 @@ def show(paths: tuple[Path, ...], wants_all: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(shown, indent=1))
     click.get_current_context().exit(code)
+
+
+def _found(path: Path) -> tuple[Found, bool]:
+    """What a file is, and True if its root is too damaged to say so, but not to be walked through.
+
+    Raises:
+        CheckpointError: as `h5_kinds.find`, where there is nothing to show.
+    """
+    try:
+        return h5_kinds.find(path), False
+    except CorruptCheckpoint as failure:
+        next(tree.rows_of(path))  # raises for what HDF5 cannot open
+        return Found(path, None, "", "", str(failure)), True
 
 
 @h5.command("verify")

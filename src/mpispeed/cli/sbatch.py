@@ -5,9 +5,7 @@ Exit codes: 0 submitted (or shown, or written), 1 the plan says NO-GO, 2 the que
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +16,7 @@ import click
 from mpispeed.base.errors import ConfigError, UsageError
 from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
+from mpispeed.cli.batch import fields_of, show, with_resources, write
 from mpispeed.cli.plan import Count
 
 if TYPE_CHECKING:
@@ -35,27 +34,19 @@ _UNKNOWN = 1 << 60
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--site", metavar="NAME|FILE", envvar="MPISPEED_SITE", help="A site's profile; default: MPISPEED_SITE.")
+@with_resources
 @click.option(
     "--template",
     metavar="NAME|FILE",
     default="",
     help="single, multi, array, requeue, container, torch, generate, tune, data, or a file; by default what fits.",
 )
-@click.option("--nodes", "-N", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes.")
-@click.option("--ntasks-per-node", type=click.IntRange(min=1), help="Ranks on each; default: the site's, else 1.")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores of a rank; default: an equal share.")
-@click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of a node; ranks choose by local rank.")
 @click.option("--mem", type=Count(), help="Memory of a node, such as 100GiB; default: from the plan.")
-@click.option("--time", "-t", "time_limit", default="", help="Time limit as in sbatch: minutes, or D-HH:MM:SS.")
 @click.option("--partition", "-p", default="", help="Default: the site's.")
-@click.option("--account", "-A", default="", help="Default: the site's.")
 @click.option("--qos", "-q", default="", help="Default: the site's.")
 @click.option("--array", "-a", default="", help="Tasks, such as 0-9%2; {task} in an argument is the number.")
 @click.option("--image", default="", help="Run in a container of this image (template container).")
 @click.option("--python", default="", help="The interpreter; default: this one, in a container python3.")
-@click.option("--job-name", "-J", default="", help="Default: the name of the script.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="For logs and reports; default: a new one in runs/.")
 @click.option(
     "--signal-seconds",
     type=click.IntRange(min=0),
@@ -74,8 +65,6 @@ _UNKNOWN = 1 << 60
 @click.option("--largest-layer", type=Count(), help="With --params: parameters of the largest layer.")
 @click.option("--zero-init", is_flag=True, help="The model is built inside of mpispeed.zero.Init.")
 @click.option("--activations", type=Count(), default=0, help="Bytes each rank needs besides, such as activations.")
-@click.option("--dry-run", is_flag=True, help="Show the script and what the checks say; nothing is written.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the script to this file; not submitted.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
@@ -86,7 +75,7 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     """
     from mpispeed.launch.sbatch import COMMANDS, choose_template, fill, values_of
     from mpispeed.launch.sites import chosen_site
-    from mpispeed.launch.submit import ask_partition
+    from mpispeed.launch.submit import ask_partition, check_script
 
     if script not in COMMANDS and not Path(script).is_file():
         msg = f"there is no script {script} (looked from {Path.cwd()}); give its path"
@@ -99,7 +88,7 @@ def sbatch(script: str, arguments: tuple[str, ...], **asked: Any) -> None:
     _check_chain(config, template)
     request = _with_memory(request, config, template, site, partition, asked)
     text = fill(template, values_of(request, site, partition))
-    check(text, is_dry=asked["dry_run"])
+    show(text, check_script(text), is_dry=asked["dry_run"])
     if not asked["dry_run"]:
         _deliver(text, request, asked["output"], config)
 
@@ -179,29 +168,12 @@ def _request(words: Sequence[str], config: Any, site: Site, asked: dict[str, Any
     seconds = asked["signal_seconds"]
     if seconds is None:
         seconds = signal_seconds(asked["time_limit"] or site.time) if saves_at_signal else 0
-    name = asked["job_name"] or Path(words[0]).stem
     return Request(
-        words, _run_folder(asked["run_dir"], name, site), Path.cwd(), asked["template"], name, asked["nodes"],
-        asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"], asked["mem"], asked["time_limit"],
-        asked["partition"], asked["account"], asked["qos"], asked["array"], asked["image"], requeues, seconds,
-        asked["flags"], asked["python"] or ("python3" if asked["image"] else sys.executable), saves_at_signal,
-        asked["stage_env"], asked["stage_dir"],
+        **fields_of(words, asked, site), template=asked["template"], partition=asked["partition"], qos=asked["qos"],
+        array=asked["array"], image=asked["image"], requeues=requeues, signal_seconds=seconds,
+        python=asked["python"] or ("python3" if asked["image"] else sys.executable), saves_at_signal=saves_at_signal,
+        is_staged=asked["stage_env"], staged_place=asked["stage_dir"],
     )  # fmt: skip
-
-
-def _run_folder(asked: Path | None, name: str, site: Site) -> Path:
-    if asked is not None:
-        return asked.absolute()
-    scratch = os.path.expandvars(site.scratch)
-    if "$" in scratch:
-        msg = f"{site.name}: scratch is {site.scratch!r}, and not all of its variables are set here; use --run-dir"
-        raise ConfigError(msg)
-    first = Path(scratch or ".").absolute() / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = first, 1
-    while folder.exists():
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
 
 
 def _check_chain(config: Any, template: str) -> None:
@@ -266,40 +238,12 @@ def _with_memory(
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def check(text: str, *, is_dry: bool) -> None:
-    """Show the script if requested, and the results of its checks.
-
-    Raises:
-        UsageError: they found something.
-    """
-    from mpispeed.launch.submit import check_script
-
-    if is_dry:
-        click.echo(text, nl=False)
-    checked = check_script(text)
-    for note in checked.notes:
-        click.echo(note, err=True)
-    if checked.problems:
-        msg = "the batch script is not submitted:\n" + "\n".join(f"- {problem}" for problem in checked.problems)
-        if not is_dry:
-            msg += "\nsee the script with --dry-run"
-        raise UsageError(msg)
-
-
 def _deliver(text: str, request: Request, output: Path | None, config: Any) -> None:
     """Write the script, and submit it unless only the script is wanted."""
     from mpispeed.launch.submit import submit
 
-    try:
-        # SLURM does not make the folder of its log.
-        request.run_folder.mkdir(parents=True, exist_ok=True)
-        target = output or request.run_folder / "job.sbatch"
-        target.write_text(text)
-    except OSError as error:
-        msg = f"the batch script cannot be written to {error.filename}: {error.strerror}"
-        raise UsageError(msg) from error
-    if output is not None:
-        click.echo(f"written to {output}; submit it with: sbatch {output}")
+    target = write(text, request.run_folder, "job.sbatch", output, "sbatch")
+    if target is None:
         return
     job = submit(target)
     click.echo(f"job {job}, {request.job_name}; logs and reports in {request.run_folder}")

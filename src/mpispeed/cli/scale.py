@@ -84,10 +84,10 @@ def _run(cases: Sequence[Case], most: int, mpi: str) -> None:
 
 def _submit(cases: Sequence[Case], script: str, asked: dict[str, Any]) -> list[str]:
     """Submit a job for each run; all scripts are checked before the first one is submitted."""
-    from mpispeed.cli.sbatch import check
+    from mpispeed.cli.batch import show
     from mpispeed.launch.sbatch import Request, choose_template, fill, values_of
     from mpispeed.launch.sites import chosen_site
-    from mpispeed.launch.submit import ask_partition, submit
+    from mpispeed.launch.submit import ask_partition, check_script, submit
 
     site = chosen_site(asked["site"])
     partition = ask_partition(asked["partition"] or site.partition)
@@ -109,7 +109,7 @@ def _submit(cases: Sequence[Case], script: str, asked: dict[str, Any]) -> list[s
         cores = asked["cpus_per_task"] or max(1, (site.cores_per_node or partition.cores_per_node or most) // most)
         request = replace(request, cores_per_rank=cores)
         text = fill(choose_template(request), values_of(request, own, partition))
-        check(text, is_dry=False)
+        show(text, check_script(text), is_dry=False)
         files.append(case.folder / "job.sbatch")
         files[-1].write_text(text)
     return [submit(file) for file in files]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mpispeed.base.errors import StagingError
+from mpispeed.base.plain import printable
 from mpispeed.base.units import format_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _list(archive: Archive) -> None:
 
     with archive.path.open("rb") as file:
         for member in read_manifest(file.fileno(), Seal.parse(archive.seal)).members:
-            click.echo(f"{member.size:>12} {member.sha256[:12]} {member.path}")
+            click.echo(f"{member.size:>12} {member.sha256[:12]} {printable(member.path)}")
 
 
 @stage.command()

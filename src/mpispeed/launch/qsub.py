@@ -6,57 +6,22 @@ import math
 import re
 import shlex
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from mpispeed.base import assets
 from mpispeed.base.commands import run_command
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.launch.sbatch import Request, cores_of, limit_of
 from mpispeed.launch.sites import Site, lines_of, seconds_of
-from mpispeed.launch.submit import Checked, check_shell
+from mpispeed.launch.submit import Checked, Partition, check_shell
 
 SUBMIT_SECONDS = 120.0
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]{0,229}")
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class QsubRequest:
-    """Program and resources of a PBS job; None and "" leave a choice to the site.
-
-    Attributes:
-        words: the script and its arguments.
-        run_folder: where the run keeps its files; all nodes see it.
-        work_folder: where the script starts.
-        job_name: begins with a letter.
-        nodes: chunks of the select statement, each on a host of its own.
-        memory_bytes: of a node.
-        resubmits: an interrupted run is submitted again.
-        flags: further flags of qsub.
-        run_flags: further options of `mpispeed run`.
-    """
-
-    words: Sequence[str]
-    run_folder: Path
-    work_folder: Path
-    job_name: str
-    python: str
-    nodes: int = 1
-    ranks_per_node: int | None = None
-    cores_per_rank: int | None = None
-    gpus_per_node: int | None = None
-    memory_bytes: int | None = None
-    time: str = ""
-    queue: str = ""
-    account: str = ""
-    resubmits: bool = False
-    flags: Sequence[str] = ()
-    run_flags: Sequence[str] = ()
-
-
-def fill(request: QsubRequest, site: Site) -> str:
+def fill(request: Request, site: Site) -> str:
     """The script of a job.
 
     Raises:
@@ -64,8 +29,11 @@ def fill(request: QsubRequest, site: Site) -> str:
         UsageError: something is missing that neither the request nor the site says.
     """
     ranks = request.ranks_per_node or site.ranks_per_node or 1
-    cores = _cores(request, site, ranks)
-    limit = _seconds(request, site)
+    cores = cores_of(request, site, Partition(), ranks)
+    limit = int(seconds_of(limit_of(request, site, Partition())))
+    if limit < 1:
+        msg = "--time is 0, which PBS takes for no time at all; give the seconds, minutes or hours that the job needs"
+        raise ConfigError(msg)
     if not _NAME.fullmatch(request.job_name):
         msg = f"the name of the job is {request.job_name!r}; PBS takes a letter, then letters, digits, dots and dashes"
         raise ConfigError(msg)
@@ -74,7 +42,7 @@ def fill(request: QsubRequest, site: Site) -> str:
         msg += "stands before a colon for a host; choose another --run-dir"
         raise ConfigError(msg)
     folder = assets.folder("slurm")
-    again = (folder / "parts" / "resubmit.sh").read_text().rstrip("\n").replace("$$", "$") if request.resubmits else ""
+    again = (folder / "parts" / "resubmit.sh").read_text().rstrip("\n").replace("$$", "$") if request.requeues else ""
     return Template((folder / "templates" / "pbs.sh").read_text()).substitute(
         job_name=request.job_name,
         select=_select(request, site, ranks, cores),
@@ -95,7 +63,7 @@ def fill(request: QsubRequest, site: Site) -> str:
     )
 
 
-def _select(request: QsubRequest, site: Site, ranks: int, cores: int) -> str:
+def _select(request: Request, site: Site, ranks: int, cores: int) -> str:
     gpus = site.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
     memory = request.memory_bytes or site.memory_bytes
     chunk = [str(request.nodes), f"ncpus={ranks * cores}", f"mpiprocs={ranks}", f"ompthreads={cores}"]
@@ -104,40 +72,8 @@ def _select(request: QsubRequest, site: Site, ranks: int, cores: int) -> str:
     return ":".join(chunk)
 
 
-def _cores(request: QsubRequest, site: Site, ranks: int) -> int:
-    if request.cores_per_rank:
-        return request.cores_per_rank
-    if not site.cores_per_node:
-        msg = "how many cores has a rank? give --cpus-per-task, or cores_per_node in the site's profile"
-        raise UsageError(msg)
-    if ranks > site.cores_per_node:
-        msg = f"{ranks} ranks on a node of {site.cores_per_node} cores; ask for fewer with --ntasks-per-node"
-        raise ConfigError(msg)
-    return site.cores_per_node // ranks
-
-
-def _seconds(request: QsubRequest, site: Site) -> int:
-    time = request.time or site.time
-    if not time:
-        msg = "how long may the job run? give --time, or time in the site's profile"
-        raise UsageError(msg)
-    try:
-        limit = int(seconds_of(time))
-    except ValueError as error:
-        msg = f"--time is {time!r}: {error}"
-        raise ConfigError(msg) from error
-    most = site.limits(request.queue or site.partition)
-    if most.max_time and limit > seconds_of(most.max_time):
-        msg = f"--time {time} is more than the {most.max_time} that {site.name} says; ask for less"
-        raise ConfigError(msg)
-    if most.max_nodes and request.nodes > most.max_nodes:
-        msg = f"--nodes {request.nodes} is more than the {most.max_nodes} that {site.name} says a job may have"
-        raise ConfigError(msg)
-    return limit
-
-
-def _flags(request: QsubRequest, site: Site) -> list[str]:
-    known = {"-q": request.queue or site.partition, "-A": request.account or site.account}
+def _flags(request: Request, site: Site) -> list[str]:
+    known = {"-q": request.partition or site.partition, "-A": request.account or site.account}
     return lines_of([*(f"{flag} {value}" for flag, value in known.items() if value), *request.flags])
 
 

@@ -47,7 +47,8 @@ class Request:
         signal_seconds: how long before the limit USR1 is sent; 0 for a script that would die of it.
         is_staged: the ranks start from a copy of the environment on their node; `staged_place` is where, "" for any.
         saves_at_signal: the ranks save at USR1, and get it for a TERM that comes to the batch shell.
-        flags: further flags of sbatch.
+        flags: further flags of sbatch, or of qsub.
+        run_flags: further options of `mpispeed run`, which starts the ranks of a job of PBS.
     """
 
     words: Sequence[str]
@@ -73,6 +74,7 @@ class Request:
     saves_at_signal: bool = False
     is_staged: bool = False
     staged_place: str = ""
+    run_flags: Sequence[str] = ()
 
 
 def choose_template(request: Request) -> str:
@@ -142,10 +144,6 @@ def values_of(request: Request, site: Site, partition: Partition) -> dict[str, s
     """
     ranks = request.ranks_per_node or site.ranks_per_node or 1
     gpus = site.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
-    time = request.time or site.time
-    if not time:
-        msg = "how long may the job run? give --time, or time in the site's profile"
-        raise UsageError(msg)
     name = request.job_name or Path(request.words[0]).stem
     if not _NAME.fullmatch(name):
         msg = f"the name of the job is {name!r}; --job-name takes letters, digits, dots, dashes and underscores"
@@ -153,13 +151,12 @@ def values_of(request: Request, site: Site, partition: Partition) -> dict[str, s
     if request.array and not _ARRAY.fullmatch(request.array):
         msg = f"--array is {request.array!r}; expected numbers such as 0-9, 1,3,5 or 0-99%4"
         raise ConfigError(msg)
-    _refuse_over_limit(request, site, partition, time)
     return {
         "job_name": name,
         "nodes": str(request.nodes),
         "ranks_per_node": str(ranks),
-        "cores_per_rank": str(_cores(request, site, partition, ranks)),
-        "time_limit": time,
+        "cores_per_rank": str(cores_of(request, site, partition, ranks)),
+        "time_limit": limit_of(request, site, partition),
         "array": request.array,
         "directives": "\n".join(f"#SBATCH {flag}" for flag in _flags(request, site, gpus)),
         "log_folder": _plain(request.run_folder),
@@ -195,7 +192,13 @@ def _staging(request: Request) -> str:
     return Template(part).substitute(staging_command=words, staging_options=place)
 
 
-def _cores(request: Request, site: Site, partition: Partition, ranks: int) -> int:
+def cores_of(request: Request, site: Site, partition: Partition, ranks: int) -> int:
+    """Cores of each of the `ranks` ranks of a node.
+
+    Raises:
+        UsageError: nobody says how many cores a node has.
+        ConfigError: it has fewer than ranks.
+    """
     if request.cores_per_rank:
         return request.cores_per_rank
     on_node = site.cores_per_node or partition.cores_per_node
@@ -243,8 +246,17 @@ def _plain(folder: Path) -> str:
     return str(folder)
 
 
-def _refuse_over_limit(request: Request, site: Site, partition: Partition, time: str) -> None:
-    """Refuse jobs over the limits of a partition, which would wait for ever."""
+def limit_of(request: Request, site: Site, partition: Partition) -> str:
+    """The time limit of a job; one over the limits of its partition, or of too many nodes, would wait for ever.
+
+    Raises:
+        UsageError: nobody says how long the job may run.
+        ConfigError: the limit is no time, or time or nodes are over those of the partition.
+    """
+    time = request.time or site.time
+    if not time:
+        msg = "how long may the job run? give --time, or time in the site's profile"
+        raise UsageError(msg)
     try:
         wanted = seconds_of(time)
     except ValueError as error:
@@ -263,6 +275,7 @@ def _refuse_over_limit(request: Request, site: Site, partition: Partition, time:
         if nodes and request.nodes > nodes:
             msg = f"--nodes {request.nodes} is more than the {nodes} that {source} says {where or 'a job'} may have"
             raise ConfigError(msg)
+    return time
 
 
 def default_plugin() -> str:

@@ -152,7 +152,7 @@ def find_site(name: str, environ: Mapping[str, str] | None = None) -> Site:
 def _read(path: Path) -> Site:
     try:
         entries = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         msg = f"the site profile {path} cannot be read: {error}"
         raise UsageError(msg) from error
     partitions = _take_table(path, entries)

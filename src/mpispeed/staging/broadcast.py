@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,8 +118,11 @@ def _sent(leaders: Comm, archive: Path, copy: Path) -> str:
         except OSError as error:
             problem = f"{copy} cannot be written: {error.strerror}"
     for file in (source, target):
-        if file >= 0:
-            os.close(file)
+        try:
+            if file >= 0:
+                os.close(file)
+        except OSError as error:  # some file systems tell at the end only that there was no room
+            problem = problem or f"{copy} cannot be written: {error.strerror}"
     return problem
 
 
@@ -140,7 +144,10 @@ def _unpacked(copy: Path, seal: str, folder: Path) -> str:
     """Unpack by a process of its own, because processes that have joined MPI should not fork."""
     words = [sys.executable, "-I", "-S", str(Path(unpack.__file__).resolve()), "unpack", "--archive", str(copy)]
     words += ["--seal", seal, "--folder", str(folder), "--consume"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return f"no process can be started to unpack: {error.strerror}"
     said = done.stderr.strip() or f"unpack.py ended with exit code {done.returncode}"
     return said.removeprefix(unpack.SAID).partition(": ")[2] if done.returncode else ""
 
@@ -171,4 +178,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:  # whatever it is: the others would wait for this rank without end
+        traceback.print_exc()
+        MPI.COMM_WORLD.Abort(1)
+    else:
+        sys.exit(code)

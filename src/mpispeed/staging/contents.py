@@ -2,7 +2,8 @@
 
 In an archive `base` is the Python, `venv` the virtual environment (none if there is none), `extra/N` folders from
 elsewhere. Links are followed, so that nothing refers to what is outside. Left out is what no rank imports: static
-libraries, headers of Python, tests and editors of the standard library, bytecode of other Pythons.
+libraries, headers of Python, tests and editors of the standard library, bytecode of other Pythons, and environments
+in folders of packages.
 """
 
 from __future__ import annotations
@@ -260,9 +261,14 @@ def _mapped(sites: Sequence[Path]) -> Iterator[Path]:
     """Packages of editable installs that setuptools finds by a table, in place of a folder of the path."""
     for folder in sites:
         for finder in sorted(folder.glob("__editable___*_finder.py")):
-            match = _MAPPING.search(finder.read_text(errors="replace"))
-            table = ast.literal_eval(match[1]) if match else {}
-            yield from (Path(source) for _, source in sorted(table.items()) if Path(source).exists())
+            try:
+                match = _MAPPING.search(finder.read_text(errors="replace"))
+                table = ast.literal_eval(match[1]) if match else {}
+                sources = [Path(source) for _, source in sorted(table.items())]
+            except (OSError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+                msg = f"{finder} has no table of folders as setuptools writes it: {error}; install what it is of again"
+                raise StagingError(msg) from None
+            yield from (source for source in sources if source.exists())
 
 
 def _drop_absolute_lines(contents: Contents) -> None:
@@ -301,12 +307,20 @@ def _add_tree(
     for entry in sorted(os.scandir(real), key=lambda entry: entry.name):
         path = f"{name}/{entry.name}"
         if entry.is_dir():
-            skipped = entry.name in omitted or entry.name in _OMITTED_FOLDERS or entry.name.startswith("config-3")
-            if not skipped:
+            skipped = entry.name in omitted or entry.name.startswith("config-3")
+            if not (skipped or is_left_out(entry.path)):
                 _add_tree(contents, Path(entry.path), path, above=(*above, real))
         elif entry.is_file() and _is_wanted(entry.name) and path not in contents.files:
             source = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
             contents.files[path] = File(path, source, is_executable=_may_run(entry))
+
+
+def is_left_out(folder: str) -> bool:
+    """True for folders below one of packages that no rank imports from: of version control, and other environments.
+
+    The folder of a project may have the environment itself in it, with the archive.
+    """
+    return folder.rpartition("/")[2] in _OMITTED_FOLDERS or os.path.lexists(f"{folder}/pyvenv.cfg")
 
 
 def _is_wanted(name: str) -> bool:

@@ -27,9 +27,10 @@ from types import CodeType
 from typing import IO
 
 from mpispeed.base.errors import StagingError
+from mpispeed.base.plain import read_plain
 from mpispeed.base.version import VERSION
 from mpispeed.staging.archive import FORMAT, PLACEHOLDER, Seal
-from mpispeed.staging.contents import Contents, File, Paths, find_contents, own_paths
+from mpispeed.staging.contents import Contents, File, Paths, find_contents, is_left_out, own_paths
 
 MANIFEST = "mpispeed-manifest.txt"
 INSIDE = "staged-archive"
@@ -37,7 +38,8 @@ INSIDE = "staged-archive"
 
 _BLOCK = 512
 _PIECE_BYTES = 4 << 20
-_OLD_SECONDS = 86400.0
+_MOST_FACTS_BYTES = 1 << 20
+_HOUR_SECONDS, _OLD_SECONDS = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def pack(output: Path | None = None, *, again: bool = False, exclude: Sequence[s
         if exclude is None:
             exclude = known.exclude if known else ()
         if known is not None and not again and known.key == key_of(paths, exclude):
+            _mark_used(known.path)
             return known
         return _pack(folder, paths, exclude)
 
@@ -131,7 +134,7 @@ def _require_trusted(folder: Path) -> None:
         StagingError: it belongs to another user, or everybody can write there.
     """
     status = folder.stat()
-    if status.st_uid in (0, os.geteuid(), Path(sys.prefix).stat().st_uid) and not status.st_mode & 0o002:
+    if status.st_uid in _trusted() and not status.st_mode & 0o002:
         return
     msg = (
         f"the folder {folder} belongs to user {status.st_uid} (mode {status.st_mode & 0o7777:o}), and others could put "
@@ -141,22 +144,51 @@ def _require_trusted(folder: Path) -> None:
 
 
 def find_packed(folder: Path) -> Archive | None:
-    """The archive in a folder; None if there is none, or one of another version."""
+    """The archive in a folder; None if there is none, or one of another version or of a user that we do not trust.
+
+    Whoever can write the folder may put one there; it has to be ours, or of the owner of the environment, or of root.
+    """
     try:
-        facts = json.loads((folder / "archive.json").read_text())
+        path = folder / "archive.json"
+        if path.lstat().st_uid not in _trusted():
+            return None
+        facts = json.loads(read_plain(path, _MOST_FACTS_BYTES))
         if facts.pop("format") != FORMAT:
             return None
         found = Archive(folder / facts.pop("path"), **{**facts, "exclude": tuple(facts["exclude"])})
         return found if found.path.stat().st_size == found.size else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _trusted() -> tuple[int, ...]:
+    """Users who could change the environment anyway."""
+    return 0, os.geteuid(), Path(sys.prefix).stat().st_uid
+
+
+def _mark_used(path: Path) -> None:
+    """Set the date of an archive once an hour, so that nobody who packs anew removes it on its way to nodes."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _HOUR_SECONDS:
+            os.utime(path)
 
 
 def key_of(paths: Paths, exclude: Sequence[str] = ()) -> str:
     """A digest that changes with the environment: by lists of installed files, and dates of what is edited by hand.
 
     Packages of wheels change with their RECORD; whoever edits one in place has to pack again himself.
+
+    Raises:
+        StagingError: a folder of the environment cannot be read.
     """
+    try:
+        return _key_of(paths, exclude)
+    except OSError as error:
+        msg = f"the environment cannot be read: {error}; mend or remove what is broken there"
+        raise StagingError(msg) from None
+
+
+def _key_of(paths: Paths, exclude: Sequence[str]) -> str:
     digest = hashlib.sha256()
 
     def note(*words: object) -> None:
@@ -171,6 +203,8 @@ def key_of(paths: Paths, exclude: Sequence[str] = ()) -> str:
                 continue
             if not entry.is_dir():
                 note(entry.name, *_dates(entry.path))
+            elif is_left_out(entry.path):
+                continue
             elif is_own:
                 record = f"{entry.path}/RECORD"
                 note(entry.name, *(_dates(record) if entry.name.endswith(".dist-info") else ()))
@@ -186,7 +220,7 @@ def _note_tree(note: Callable[..., None], top: str) -> None:
     """Note the dates of all files of a folder, or of a file, but not of bytecode."""
     note(top, *_dates(top))
     for folder, folders, files in os.walk(top):
-        folders[:] = sorted(name for name in folders if name not in ("__pycache__", ".git"))
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not is_left_out(f"{folder}/{name}"))
         for name in sorted(files):
             note(folder, name, *_dates(f"{folder}/{name}"))
 
@@ -214,7 +248,9 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
     contents = find_contents(paths, (f"{paths.home}/{INSIDE}/*", *exclude))
     partial = folder / f"partial-{platform.node()}-{os.getpid()}.tar"
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # of a process of the same number that was killed
+        with partial.open("xb") as file:
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & (0o600 | _readers_of(contents)))
             seal, facts = write_archive(file, contents)
         path = folder / f"environment-{seal.sha256[:12]}.tar"
         partial.replace(path)
@@ -223,7 +259,8 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
             exclude=tuple(exclude), **facts,
         )  # fmt: skip
         text = json.dumps({"format": FORMAT, **asdict(archive), "path": path.name}, indent=1)
-        partial.write_text(text + "\n")
+        with partial.open("x") as file_of_facts:
+            file_of_facts.write(text + "\n")
         partial.replace(folder / "archive.json")
     except OSError as error:
         msg = f"the archive cannot be written to {folder}: {error.strerror}; give another folder with --output"
@@ -232,6 +269,21 @@ def _pack(folder: Path, paths: Paths, exclude: Sequence[str]) -> Archive:
         partial.unlink(missing_ok=True)
     _remove_old(folder, path)
     return archive
+
+
+def _readers_of(contents: Contents) -> int:
+    """Permission bits to read for those who can read all files where they are: nobody else is to read the archive."""
+    sources = [Path(file.source) for file in contents.files.values() if file.source]
+    inner = {source.parent for source in sources}
+    readers = 0o044
+    try:
+        for source in sources:
+            readers &= source.stat().st_mode
+        for folder in inner.union(*(folder.parents for folder in inner)):
+            readers &= (folder.stat().st_mode & 0o011) << 2
+    except OSError:  # who packs it will say which one is gone
+        return 0
+    return readers
 
 
 def _remove_old(folder: Path, current: Path) -> None:
@@ -296,7 +348,12 @@ def _opened(entry: File) -> Iterator[tuple[IO[bytes], int, int]]:
     if entry.text is not None:
         yield io.BytesIO(entry.text), len(entry.text), entry.mtime
         return
-    with Path(entry.source).open("rb") as source:
+    try:
+        opened = Path(entry.source).open("rb")  # noqa: SIM115 - what fails behind it is no failure to open
+    except OSError as error:
+        msg = f"{entry.source} cannot be packed: {error.strerror}; mend it, or leave it out with --exclude"
+        raise StagingError(msg) from None
+    with opened as source:
         status = os.fstat(source.fileno())
         yield source, status.st_size, max(0, int(status.st_mtime))
 

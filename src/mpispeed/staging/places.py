@@ -8,6 +8,8 @@ import re
 import stat
 from pathlib import Path
 
+from mpispeed.base.ways import walk_to
+
 PLACES = ("/tmp", "/dev/shm")
 
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "panfs", "ceph", "wekafs", "pvfs2", "afs", "9p")
@@ -24,16 +26,15 @@ def candidates(place: str = "") -> list[Path]:
 def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = False) -> str:
     """Why a place cannot take an environment; empty if it can. On a shared file system only if it was asked for."""
     try:
-        status, room = place.stat(), os.statvfs(place)
+        status, room, is_movable = place.stat(), os.statvfs(place), _others_can_move(place)
     except OSError as error:
         return error.strerror or str(error)
     kind = _file_system(place)
-    where = Path(os.path.realpath(place))
     free_inodes = room.f_favail if room.f_files else need_inodes
     reasons = {
         "it is no folder": not stat.S_ISDIR(status.st_mode),
         "its name has a tab or a line break": bool(re.search(r"[\t\r\n]", str(place))),
-        "another user can move what is in it": any(map(_is_others, (where, *where.parents, *place.parents))),
+        "another user can move what is in it": is_movable,
         "it cannot be written": not os.access(place, os.W_OK | os.X_OK),
         "it is mounted with noexec": bool(room.f_flag & os.ST_NOEXEC),
         f"it is on a shared file system ({kind})": not is_asked and (kind in _SHARED or kind.startswith("fuse")),
@@ -49,10 +50,13 @@ def unfit(place: Path, need_bytes: int, need_inodes: int, *, is_asked: bool = Fa
     return f"the job may use {free >> 20} MiB more of memory, not {need_bytes >> 20}" if free < need_bytes else ""
 
 
-def _is_others(folder: Path) -> bool:
-    """True if somebody besides us and root could replace what is in a folder, as its owner or by its mode."""
-    status = folder.stat()
-    return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & 0o022 and not status.st_mode & 0o1000)
+def _others_can_move(place: Path) -> bool:
+    """True if somebody besides us and root could replace what is in a place, or a folder or link on the way to it."""
+    return any(
+        status.st_uid not in (0, os.geteuid())
+        or (stat.S_ISDIR(status.st_mode) and bool(status.st_mode & 0o022) and not status.st_mode & stat.S_ISVTX)
+        for _, status in walk_to(place)
+    )
 
 
 def _file_system(place: Path) -> str:

@@ -24,6 +24,9 @@ from mpispeed.staging.places import PLACES
 STAGED = "MPISPEED_STAGED"
 """Variable of ranks: the folder that their Python was unpacked to."""
 
+END_SECONDS = 30.0
+"""For a command to end after it was told to, which removes what it has made; then it is killed."""
+
 _UNPACK = (sys.executable, "-I", "-S", str(Path(unpack.__file__).resolve()))
 _BROADCAST = str(Path(__file__).resolve().with_name("broadcast.py"))
 
@@ -129,16 +132,24 @@ def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
     Raises:
         StagingError: it failed, with what it said.
     """
-    process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=None if environ is None else {**os.environ, **environ},
-    )  # fmt: skip
     try:
-        out, err = process.communicate()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", env=None if environ is None else {**os.environ, **environ},
+        )  # fmt: skip
+    except OSError as error:
+        msg = f"staging of the environment: {words[0]} cannot be started: {error.strerror}"
+        raise StagingError(msg) from None
+    with process:
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            process.terminate()
+            try:
+                process.communicate(timeout=END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
     if process.returncode:
         said = _first_reason(err) or f"{words[0]} ended with exit code {process.returncode}"
         msg = f"staging of the environment: {said}"
@@ -159,12 +170,12 @@ class Here:
 
     def stage(self, archive: Archive, name: str, place: str, lease: str = "") -> Path:
         """See `Reach`."""
-        made = run_words([*_UNPACK, *_begin_words(archive, name, place, lease, has_copy=False)])
-        folder = Path(made.rstrip("\n").split("\t")[1])
         try:
+            made = run_words([*_UNPACK, *_begin_words(archive, name, place, lease, has_copy=False)])
+            folder = common_place(made.splitlines(), 1)
             run_words([*_UNPACK, *_unpack_words(archive.path, archive.seal, folder)])
         except BaseException:
-            unpack.end(folder)
+            _give_up(self, name, place)
             raise
         return folder
 
@@ -260,7 +271,7 @@ class MpiJob:
             *_begin_words(archive, name, place, lease, has_copy=True)[1:],
         ]
         try:
-            return Path(self._run(words).split("\t")[1].strip())
+            return common_place(self._run(words).splitlines(), 1)
         except BaseException:
             _give_up(self, name, place)
             raise

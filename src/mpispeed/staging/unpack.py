@@ -49,14 +49,19 @@ def fill(folder: Path, archive: int, manifest: Manifest, workers: int) -> None:
     for name in manifest.folders:
         (folder / name).mkdir(mode=0o700)
     parts = _split(manifest.members, workers)
-    children = [_fork(folder, archive, part) for part in parts[1:]]
+    children: list[tuple[int, int]] = []
     try:
+        for part in parts[1:]:
+            children.append(_fork(folder, archive, part))
         said = [_written(folder, archive, parts[0])] if parts else []
-        said += [_answer(child, pipe) for child, pipe in children]
+        while children:
+            said.append(_answer(*children[0]))
+            del children[0]
     except BaseException:
         for child, _ in children:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)  # it writes nothing more into the folder that is going to be removed
         raise
     problems = [text for text in said if text]
     if problems:

@@ -69,3 +69,24 @@ def test_a_source_that_cannot_be_read_is_a_sentence_and_leaves_nothing(place, pa
     failed, _ = send(*packed)
     assert failed.endswith("archive.tar cannot be read: Input/output error")
     assert list(place.iterdir()) == []
+    assert list(place.iterdir()) == []
+
+
+def test_a_node_that_can_start_no_process_is_a_sentence(place, packed, monkeypatch, world):
+    monkeypatch.setattr(broadcast.sys, "executable", "/none/python")
+    failed, _ = send(*packed)
+    assert failed.endswith(": no process can be started to unpack: No such file or directory")
+    assert list(place.iterdir()) == []
+
+
+def test_an_end_that_tells_of_a_full_disk_is_a_sentence(place, packed, monkeypatch, world):
+    close = os.close
+
+    def full(file):
+        close(file)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast.os, "close", full)
+        problem = broadcast._sent(MPI.COMM_SELF, packed[0], place / "copy")
+    assert problem == f"{place}/copy cannot be written: No space left on device"

@@ -144,6 +144,31 @@ def test_damage_is_named(made, tmp_path):
     assert done.exit_code == 4 and "unfinished" in done.stderr
 
 
+def test_a_damaged_attribute_hides_nothing_else(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.attrs["first"] = [1, 2, 3]
+        file["group/inner"] = np.arange(4)
+    raw = bytearray((tmp_path / "x.h5").read_bytes())
+    raw[raw.index(b"first\0\0\0") + 39] = 0x7F  # a length of its space is more than the greatest it may have
+    (tmp_path / "x.h5").write_bytes(raw)
+    done = call("show", tmp_path / "x.h5")
+    assert done.exit_code == 3
+    assert "unreadable: " in done.stdout and "/group/inner  dataset 4 int64" in done.stdout
+    assert "dataspace dim 0" in done.stderr
+    (tmp_path / "x.h5").write_bytes(raw[:500])
+    done = call("show", tmp_path / "x.h5")
+    assert done.exit_code == 3 and done.stderr.count("\n") == 1
+
+
+def test_damage_behind_a_link_is_damage(made, tmp_path):
+    (tmp_path / "half.h5").write_bytes((made / "store.h5").read_bytes()[:600])
+    (tmp_path / "link.h5").symlink_to("half.h5")
+    assert [call("verify", tmp_path / name).exit_code for name in ("half.h5", "link.h5")] == [3, 3]
+    (tmp_path / "link.h5").unlink()
+    (tmp_path / "link.h5").symlink_to("link.h5")
+    assert call("verify", tmp_path / "link.h5").exit_code == 2
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_any_byte_may_be_wrong(made, tmp_path, name):
     """Bytes of the first page, where most of HDF5's own data is: a verdict each time, never a traceback."""

@@ -124,6 +124,7 @@ def test_what_contradicts_a_default_names_the_site(site):
     ("text", "told"),
     [
         ("[config\n", "is no TOML"),
+        ("[config]\na = " + "[" * 10_000, "is no TOML"),
         ("[settings]\n", "settings is nothing that it can say"),
         ('locked = "a"\n', "locked is nothing"),
         ("locked = [1]\n", "locked is a list"),
@@ -168,6 +169,35 @@ def test_a_link_that_others_may_put_elsewhere_is_refused(site, tmp_path):
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=f"replaced by others.*{folder}"):
         read_site_file(environ)
+
+
+def test_all_links_of_a_chain_count(site, tmp_path):
+    path, folder = site(), tmp_path / "folder"
+    folder.mkdir()
+    (folder / "second.toml").symlink_to(path)
+    (tmp_path / "first.toml").symlink_to(folder / "second.toml")
+    environ = {VARIABLE: str(tmp_path / "first.toml")}
+    assert read_site_file(environ).profile == "mpich"
+    folder.chmod(0o777)
+    for read in (lambda: read_site_file(environ), lambda: read_site_file({}, tmp_path / "first.toml")):
+        with pytest.raises(ConfigError, match=f"replaced by others.*{folder}"):
+            read()
+    folder.chmod(0o1777)  # only the owner of a link there can put it elsewhere
+    assert read_site_file(environ).profile == "mpich"
+    if os.geteuid() == 0:
+        os.chown(folder / "second.toml", 4321, 4321, follow_symlinks=False)
+        with pytest.raises(ConfigError, match=f"replaced by others.*{folder}"):
+            read_site_file(environ)
+
+
+def test_a_file_that_cannot_be_looked_at_is_one_message(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ConfigError, match=f"a cannot be read: .*; correct {VARIABLE}"):
+        read_site_file({VARIABLE: str(tmp_path / "a")})
+    system = tmp_path / ("n" * 300)  # as a folder that only root may enter: an error that is not "it is not there"
+    with pytest.raises(ConfigError, match="cannot be read: File name too long; ask the administrators"):
+        read_site_file({}, system)
 
 
 def test_a_file_that_is_not_there(tmp_path):

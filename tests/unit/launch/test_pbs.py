@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpispeed.base.errors import ConfigError, UsageError
+from mpispeed.cli import batch
 from mpispeed.cli.main import cli, main
 from mpispeed.launch import pbs
 from mpispeed.launch.hosts import Host
@@ -227,6 +228,7 @@ def test_a_stop_file_starts_nothing(tmp_path, monkeypatch, nodes):
         (["--time", "10"], "how many cores has a rank"),
         (["--cpus-per-task", "1"], "how long may the job run"),
         (["--cpus-per-task", "1", "--time", "soon"], "--time is 'soon'"),
+        (["--cpus-per-task", "1", "--time", "0"], "no time at all"),
         (["--cpus-per-task", "1", "--time", "5", "--job-name", "1st"], "takes a letter"),
         (["--cpus-per-task", "1", "--time", "5", "--run-dir", "a b"], "no spaces"),
         (["--cpus-per-task", "1", "--time", "5"], "qsub cannot be called here"),
@@ -240,6 +242,28 @@ def test_what_cannot_be_submitted(tmp_path, monkeypatch, capsys, words, told):
         main(["qsub", *words, "train.py"])
     assert leaving.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_two_jobs_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    program(tmp_path, "bin/qsub", "echo 13.srv")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(batch.time, "strftime", lambda form: "20270101-000000")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for _ in range(2):
+        done = CliRunner().invoke(cli, ["qsub", "--cpus-per-task", "1", "--time", "5", "train.py"])
+        assert done.exit_code == 0, done.output
+    assert sorted(path.parent.name[-2:] for path in (tmp_path / "runs").glob("train-*/job.pbs")) == ["-2", "00"]
+
+
+def test_a_refusal_in_another_encoding_is_told(tmp_path, monkeypatch, capsys):
+    program(tmp_path, "bin/qsub", r"printf 'qsub: d\xe9sol\xe9, queue\n' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(SystemExit):
+        main(["qsub", "--cpus-per-task", "1", "--time", "5", "--run-dir", "run", "train.py"])
+    assert "job.pbs: qsub: d\N{REPLACEMENT CHARACTER}sol" in capsys.readouterr().err
 
 
 def test_a_chain_by_dependency_is_refused(tmp_path, monkeypatch, capsys):

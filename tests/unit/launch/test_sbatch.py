@@ -65,6 +65,7 @@ def test_profile_of_the_user_goes_before_the_shipped_one(tmp_path):
         ('memory_per_node = "much"', "memory_per_node: expected a number"),
         ("[partitions.debug]\nmax = 1", "partitions.debug is {'max': 1}; expected a table with max_time and max_nodes"),
         ("partition = ", "cannot be read: "),
+        ("modules = " + "[" * 10_000, "cannot be read: "),
     ],
 )
 def test_profile_with_a_mistake_is_refused(text, message, tmp_path):

@@ -109,6 +109,24 @@ def flip(path, offset):
         file.write(bytes([byte ^ 1]))
 
 
+def test_a_node_that_can_start_no_more_processes_leaves_neither_files_nor_processes(place, packed, monkeypatch):
+    fork, begun = os.fork, []
+
+    def last_but_one():
+        if begun:
+            raise OSError(11, "Resource temporarily unavailable")
+        begun.append(fork())
+        return begun[0]
+
+    monkeypatch.setattr(unpack.os, "fork", last_but_one)
+    path, seal, *_ = packed
+    with pytest.raises(StagingError, match="Resource temporarily unavailable"):
+        unpack.unpack(path, seal, made(place), workers=3)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(begun[0], 0)
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("what", ["data", "manifest", "end", "seal"])
 def test_a_changed_archive_is_refused_and_nothing_stays(place, packed, what, workers):

@@ -1,10 +1,12 @@
 """A small virtual environment, packed, moved and started from: everything comes from the copy, and it is made once."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpispeed.base.errors import StagingError
-from mpispeed.staging import contents, elf, unpack
+from mpispeed.staging import contents, elf, pack, unpack
 from mpispeed.staging.archive import Seal
+from mpispeed.staging.pack import find_packed
 from tests.helpers.small_environment import small_environment
-from tests.helpers.system import ROOT, with_own_mounts
+from tests.helpers.system import ROOT, cannot, with_own_mounts
 
 ENVIRON = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MPISPEED_STAGE_DIR")}
 FINDER = '''"""As setuptools writes it for packages that are in no folder src."""
@@ -161,6 +164,25 @@ def test_it_is_packed_again_when_it_has_changed_and_only_then(environment, tmp_p
     assert by_choice["files"] < by_upgrade["files"] == by_install["files"] == by_edit["files"] + 1
 
 
+def test_an_environment_in_the_folder_of_a_project_is_not_packed_with_it(environment, tmp_path):
+    python, sites, _ = environment
+    project = tmp_path / "project"
+    shutil.copytree(sites / "click", project / "click_of_project")
+    inner = project / ".venv"
+    (inner / "staged-archive").mkdir(parents=True)
+    (inner / "pyvenv.cfg").touch()
+    (project / "\udcff\x1b.py").touch()
+    (sites / "project.pth").write_text(f"{project}\n")
+    first = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
+    listed = run(python, "-m", "mpispeed", "stage", "show", "--files", "-o", tmp_path / "archive")
+    (inner / "staged-archive" / "archive.json").touch()
+    again = packed(python, "-o", tmp_path / "archive", *BUT_PYTHON)
+    (sites / "project.pth").unlink()
+    assert r"/\udcff\x1b.py" in listed
+    assert ("click_of_project/core.py" in listed, ".venv" in listed) == (True, False)
+    assert again == first
+
+
 def test_two_packers_at_once_make_one_archive(environment, tmp_path):
     python = environment[0]
     words = [python, "-m", "mpispeed", "stage", "pack", "-o", tmp_path / "both", *BUT_PYTHON]
@@ -218,6 +240,73 @@ def test_an_archive_that_others_could_have_put_there_is_not_used(environment, tm
     done = subprocess.run(words, env=ENVIRON, capture_output=True, text=True, check=False)
     assert (done.returncode, "give a folder of your own with --output" in done.stderr) == (2, True)
     assert not list((tmp_path / "open").iterdir())
+
+
+def test_the_archive_is_for_those_alone_who_can_read_all_that_is_in_it(archive):
+    assert Path(archive["path"]).stat().st_mode & 0o077 == 0  # folders of tests are ours alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        key, other = Path(top, "inner", "key.txt"), Path(top, "other.py")
+        key.parent.mkdir()
+        files = {path.name: contents.File(path.name, str(path)) for path in (key, other)}
+        for path, mode in ((key, 0), (other, 0o644), (Path(top), 0o755)):
+            path.touch()
+            path.chmod(mode)
+        found = []
+        for own, folder in ((0o644, 0o755), (0o640, 0o755), (0o600, 0o755), (0o644, 0o710)):
+            key.chmod(own)
+            key.parent.chmod(folder)
+            found.append(pack._readers_of(contents.Contents(files=files)))
+    assert found == [0o044, 0o040, 0, 0o040]
+
+
+def test_what_others_put_into_the_folder_is_not_believed(tmp_path):
+    if os.geteuid() != 0:
+        cannot("only root can give a file to somebody else")
+    (tmp_path / "x.tar").touch()
+    facts = {**dict.fromkeys(("seal", "key", "python", "libraries", "source"), ""), "exclude": [], "path": "x.tar"}
+    facts |= {"format": 1, **dict.fromkeys(("size", "room", "inodes", "files"), 0)}
+    (tmp_path / "archive.json").write_text(json.dumps(facts))
+    assert find_packed(tmp_path).path == tmp_path / "x.tar"
+    os.chown(tmp_path / "archive.json", 4321, 4321)
+    assert find_packed(tmp_path) is None
+
+
+@pytest.mark.parametrize("table", ["{'a': open('x')}", "{1: 2, 'a': 'b'}", "{'a': }"])
+def test_a_table_of_an_editable_install_that_is_none_is_told(tmp_path, table):
+    (tmp_path / "__editable___x_finder.py").write_text(f"MAPPING: dict[str, str] = {table}\n")
+    with pytest.raises(StagingError, match=r"x_finder\.py has no table of folders"):
+        list(contents._mapped([tmp_path]))
+
+
+def test_an_environment_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(StagingError, match=r"cannot be read: .*gone'; mend or remove"):
+        pack.key_of(contents.Paths(tmp_path, tmp_path, (tmp_path / "gone",), (), "python3"))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    wanted = contents.Contents("a", "", {"a": contents.File("a", str(tmp_path / "gone"))})
+    with pytest.raises(StagingError, match=r"gone cannot be packed: No such file.*--exclude"):
+        pack.write_archive(io.BytesIO(), wanted)
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "[" * 100_000, "{}", '{"format": 1, "path": 2}'])
+def test_facts_that_are_none_are_no_archive(tmp_path, text):
+    (tmp_path / "archive.json").write_text(text)
+    assert find_packed(tmp_path) is None
+
+
+def test_a_pipe_in_place_of_the_facts_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "archive.json")
+    assert find_packed(tmp_path) is None
+
+
+def test_an_archive_that_is_used_stays_young(tmp_path):
+    path = tmp_path / "environment-0.tar"
+    path.touch()
+    os.utime(path, (0, 0))
+    pack._mark_used(path)
+    pack._remove_old(tmp_path, tmp_path / "environment-1.tar")
+    assert path.exists()
 
 
 def test_without_an_archive_there_is_nothing_to_show(environment, tmp_path):

@@ -122,6 +122,19 @@ def test_a_link_to_a_place_that_others_could_exchange_is_unfit(place, tmp_path):
     assert places.unfit(place / "link", 1, 1) == "another user can move what is in it"
 
 
+def test_a_link_of_another_user_is_no_way_to_a_place(place, tmp_path):
+    if UID != 0:
+        cannot("only root can give a link to somebody else")
+    (tmp_path / "inner").mkdir()
+    (place / "link").symlink_to(tmp_path)
+    (place / "second").symlink_to("link")
+    place.chmod(0o1777)
+    assert places.unfit(place / "second" / "inner", 1, 1) == ""
+    os.chown(place / "link", NOBODY, NOBODY, follow_symlinks=False)
+    for path in ("link", "second", "second/inner"):
+        assert places.unfit(place / path, 1, 1) == "another user can move what is in it"
+
+
 def test_places_are_absolute_and_of_one_line(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "a\tb").mkdir()
@@ -323,10 +336,10 @@ def test_two_users_of_a_node_do_not_touch_each_others_folders(shared_place, monk
     assert {path.name for path in shared_place.iterdir()} == {squatted.name, own.name}
 
 
-def epilog(shared_place, job, user, **env):
+def epilog(shared_place, job, user, script=EPILOG, **env):
     variables = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": str(user), "MPISPEED_STAGE_PLACES": str(shared_place), **env}
     done = subprocess.run(
-        [EPILOG], env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True, check=False, cwd="/"
+        [script], env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True, check=False, cwd="/"
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -358,6 +371,19 @@ def test_the_epilog_removes_what_the_job_has_left_and_nothing_else(shared_place,
     for job, user in (("*", NOBODY), ("71", "*"), ("", ""), ("71 72", NOBODY), ("../x", NOBODY)):
         assert "nothing is removed" in epilog(shared_place, job, user).stderr
     assert set(shared_place.iterdir()) == {*made[2:], link, owned_by_root}
+
+
+def test_the_epilog_removes_nothing_by_the_rights_of_root(shared_place, tmp_path):
+    if UID != 0:
+        cannot("an epilog runs as root")
+    folder = shared_place / name("71", "0123abcd", NOBODY)
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    without = tmp_path / "epilog.sh"
+    without.write_text(EPILOG.read_text().replace("command -v setpriv", "command -v setpriv-of-none"))
+    without.chmod(0o755)
+    assert "root removes no files of users" in epilog(shared_place, "71", NOBODY, script=without).stderr
+    assert folder.exists()
 
 
 def test_the_epilog_is_clean_for_shellcheck():

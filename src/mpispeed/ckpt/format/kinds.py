@@ -87,8 +87,8 @@ def kind_of(path: Path) -> Kind:
 
 def _begins_as_hdf5(path: Path) -> bool:
     try:
-        return read_head(path, len(_MAGIC)) == _MAGIC
-    except OSError:
+        return read_head(path.resolve(), len(_MAGIC)) == _MAGIC
+    except (OSError, RuntimeError):  # the second of links in a circle
         return False
 
 

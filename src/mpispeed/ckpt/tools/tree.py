@@ -218,23 +218,29 @@ def _type(kind: h5t.TypeID) -> str:
 
 
 def _attributes(owner: h5i.ObjectID) -> dict[str, Any]:
-    """Values of attributes as JSON values; what is long or of no plain type is described."""
-    count = h5a.get_num_attrs(owner)
-    if count > _MOST_ATTRIBUTES:
-        return {"": f"{count} attributes"}
+    """Values of attributes as JSON values; what is long, of no plain type or not readable is described."""
     found: dict[str, Any] = {}
-    for raw in hdf5.attribute_names(owner, count):
-        own = h5a.open(owner, raw)
-        name, kind = raw.decode(errors="replace"), own.get_type()
-        if own.get_space().get_simple_extent_type() == h5s.NULL:
-            found[name] = None
-        elif not _is_plain(kind) or math.prod(own.shape) * kind.get_size() > _LONGEST_BYTES:
-            found[name] = f"{_type(kind)} {list(own.shape)}"
-        else:
-            value = np.empty(own.shape, kind.dtype)
-            own.read(value, mtype=kind)
-            found[name] = _plain(value[()])
+    try:
+        count = h5a.get_num_attrs(owner)
+        if count > _MOST_ATTRIBUTES:
+            return {"": f"{count} attributes"}
+        for raw in hdf5.attribute_names(owner, count):
+            found[raw.decode(errors="replace")] = _value(owner, raw)
+    except _FAULTS as failure:
+        found[""] = f"unreadable: {failure!s:.300}"
     return found
+
+
+def _value(owner: h5i.ObjectID, name: bytes) -> Any:
+    own = h5a.open(owner, name)
+    kind = own.get_type()
+    if own.get_space().get_simple_extent_type() == h5s.NULL:
+        return None
+    if not _is_plain(kind) or math.prod(own.shape) * kind.get_size() > _LONGEST_BYTES:
+        return f"{_type(kind)} {list(own.shape)}"
+    value = np.empty(own.shape, kind.dtype)
+    own.read(value, mtype=kind)
+    return _plain(value[()])
 
 
 def _is_in_place(kind: h5t.TypeID) -> bool:
