@@ -396,7 +396,8 @@ def cuts_at_rest(numel: int, borders: Iterable[int], step: int) -> list[Span]:
     """
     edges = {0, numel}
     for at in borders:
-        edges |= {at // step * step, min(-(-at // step) * step, numel)}
+        if 0 < at < numel:
+            edges |= {at // step * step, min(-(-at // step) * step, numel)}
     return [Span(*pair) for pair in itertools.pairwise(sorted(edges))]
 
 
