@@ -45,6 +45,11 @@ static inline void mps_rest_read(const mps_rest *rest, float *tile, size_t i, si
 static inline void mps_rest_write(const mps_rest *rest, float *tile, size_t i, size_t n) {
     mps_state_job part = mps_rest_part(rest, tile, rest->code.what, i, n);
     mps_state_range(&part, 0, n);
+    if (part.what != MPS_SPLIT) return;
+    for (int k = 0; k < 2; k++) { /* joined and split again, as `encode` of native/coded_update.py */
+        part.what = k ? MPS_SPLIT : MPS_JOIN;
+        mps_state_range(&part, 0, n);
+    }
 }
 
 static void mps_coded_range(const mps_coded_update *job, size_t begin, size_t end) {

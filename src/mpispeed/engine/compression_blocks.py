@@ -22,7 +22,8 @@ from mpispeed.nn.compression.blocks import DECAY, Pattern, Ramp, rank_at, ranks_
 from mpispeed.nn.compression.layers import state_of
 from mpispeed.nn.compression.matching import out_dim_of
 from mpispeed.nn.compression.techniques import Group, Pruning
-from mpispeed.sharding.update_windows import StateStore, read_gradients
+from mpispeed.sharding.master_edits import read_gradients
+from mpispeed.sharding.update_windows import StateStore
 from mpispeed.store.placement import REPLICATED
 from mpispeed.store.transfers import all_gather_into
 

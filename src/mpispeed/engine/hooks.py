@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpispeed.engine.step import Place
-from mpispeed.sharding.update_windows import edit_masters
+from mpispeed.sharding.master_edits import edit_masters
 
 if TYPE_CHECKING:
     import torch

@@ -93,38 +93,64 @@ def update_reference(
 ) -> None:  # fmt: skip
     """As `update`, in passes over whole tensors, on any device, with the same bits."""
     _check(rule, param, states, grad, out, step, start, threads)
-    wide = [_decode(rest, threads) for rest in (param, *states)]
+    wide = [_widened(rest, threads) for rest in (param, *states)]
     run_reference(rule, wide[0], wide[1:], grad, None, terms)
     for rest, values in zip((param, *states), wide, strict=True):
-        _encode(rest, values, step, start, threads)
+        if rest is not values:
+            encode(rest, values, step=step, start=start, threads=threads)
     if out is not None:
-        out.copy_(_decode(param, threads))
+        out.copy_(_widened(param, threads))
 
 
-def _decode(rest: Rest, threads: int) -> Tensor:
+def decode(out: Tensor, rest: Rest, *, threads: int = 1) -> None:
+    """Fill `out` with the values of what is at rest. Shapes: out [n], fp32.
+
+    Raises:
+        ValueError: lengths, layouts or devices do not fit.
+        TypeError: a dtype does not fit.
+    """
+    if isinstance(rest, Tensor):
+        out.copy_(rest)
+    elif isinstance(rest, Codes):
+        state_codes.decode8(out, rest.codes, rest.scales, signed=rest.signed, threads=threads)
+    elif isinstance(rest, Halves):
+        state_codes.decode16(out, rest.values, threads=threads)
+    else:
+        state_codes.join(out, rest.high, rest.low, threads=threads)
+
+
+def encode(rest: Rest, values: Tensor, *, step: int = 0, start: int = 0, threads: int = 1) -> None:
+    """Put values to rest; what `decode` gave comes back to the same codes. Shapes: values [n], fp32.
+
+    Raises:
+        ValueError: lengths, layouts, numbers or devices do not fit.
+        TypeError: a dtype does not fit.
+    """
+    if isinstance(rest, Tensor):
+        rest.copy_(values)
+    elif isinstance(rest, Codes):
+        state_codes.encode8(
+            rest.codes, rest.scales, values, signed=rest.signed, seed=rest.seed, step=step, start=start, threads=threads
+        )
+    elif isinstance(rest, Pairs):
+        # What is left of a value may round up to half of a last place, and the sum's own nearest be another: twice,
+        # so that pairs made of sums, as a load makes them, are the same pairs.
+        state_codes.split(rest.high, rest.low, values, threads=threads)
+        total = torch.empty_like(values)
+        state_codes.join(total, rest.high, rest.low, threads=threads)
+        state_codes.split(rest.high, rest.low, total, threads=threads)
+    elif rest.seed is not None:
+        state_codes.round_stochastic(rest.values, values, seed=rest.seed, step=step, start=start, threads=threads)
+    else:
+        state_codes.encode16(rest.values, values, threads=threads)
+
+
+def _widened(rest: Rest, threads: int) -> Tensor:
     if isinstance(rest, Tensor):
         return rest
     wide = torch.empty(rest[0].numel(), device=rest[0].device)
-    if isinstance(rest, Codes):
-        state_codes.decode8(wide, rest.codes, rest.scales, signed=rest.signed, threads=threads)
-    elif isinstance(rest, Halves):
-        state_codes.decode16(wide, rest.values, threads=threads)
-    else:
-        state_codes.join(wide, rest.high, rest.low, threads=threads)
+    decode(wide, rest, threads=threads)
     return wide
-
-
-def _encode(rest: Rest, wide: Tensor, step: int, start: int, threads: int) -> None:
-    if isinstance(rest, Codes):
-        state_codes.encode8(
-            rest.codes, rest.scales, wide, signed=rest.signed, seed=rest.seed, step=step, start=start, threads=threads
-        )
-    elif isinstance(rest, Pairs):
-        state_codes.split(rest.high, rest.low, wide, threads=threads)
-    elif isinstance(rest, Halves) and rest.seed is not None:
-        state_codes.round_stochastic(rest.values, wide, seed=rest.seed, step=step, start=start, threads=threads)
-    elif isinstance(rest, Halves):
-        state_codes.encode16(rest.values, wide, threads=threads)
 
 
 def _place(rest: Rest) -> tuple[int, tuple[int, int], int, bool, int | None]:

@@ -61,6 +61,11 @@ class Adagrad(HostRule):
     def __init__(self, **hyper: Any) -> None:
         super().__init__("Adagrad", {**DEFAULTS, **hyper})
 
+    def takes_codes(self, group: Mapping[str, Any], step: int) -> bool:
+        """As other rules; not where the first update begins with a value that no code may have."""
+        begins = step == 1 and bool({**self.defaults, **group}["initial_accumulator_value"])
+        return not begins and super().takes_codes(group, step)
+
     def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty."""
         hyper = {**self.defaults, **window.group}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnsupportedOption
+from mpispeed.native import coded_update, status
 from mpispeed.native.cuda import launcher
 from mpispeed.native.device_optim import SKIPPING, update_row
 from mpispeed.native.flat import DECAY_DECOUPLED, DECAY_L2, DECAY_NONE, Terms
@@ -50,9 +51,23 @@ class HostRule(ABC):
                 row = Row(window.master, self.states_of(window), window.grad, window.out)
                 update_row(self.kernel, row, self.terms_of(window, 1.0), factor)
 
+    def takes_codes(self, group: Mapping[str, Any], step: int) -> bool:
+        """True if there is a compiled loop over codes, and no stand-in of a device takes the place of loops."""
+        del group, step
+        is_known = self.kernel in coded_update.RULES and launcher.stand_in is None
+        return is_known and status.compiled("coded_optim") is not None
+
     def update_one(self, window: Window, grad_scale: float, threads: int) -> float | Tensor:
         """Update one window that is not empty; gives LAMB's trust ratio, on a device as a scalar there, or 1."""
-        states, terms = self.states_of(window), self.terms_of(window, grad_scale)
+        terms = self.terms_of(window, grad_scale)
+        if window.at_rest is not None:
+            master, found, start = window.at_rest
+            coded_update.update(
+                self.kernel, master, [found[name] for name in self.state_names], window.grad, window.out, terms,
+                step=window.step, start=start, threads=threads,
+            )  # fmt: skip
+            return 1.0
+        states = self.states_of(window)
         return run_kernel(self.kernel, window.master, states, window.grad, window.out, terms, threads)
 
     def states_of(self, window: Window) -> tuple[Tensor, ...]:

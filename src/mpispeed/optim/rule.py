@@ -5,16 +5,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mpispeed.base.errors import ConfigError, UnknownOption
 from mpispeed.base.registry import Registry, did_you_mean
+from mpispeed.native.coded_update import Rest
 
 Scalar = int | float | bool | str | Tensor | None
 """State that is not one value per element: a number, a text, None, or a small tensor of any shape."""
+
+
+class AtRest(NamedTuple):
+    """A master and states in the form in which they rest, for `native.coded_update`.
+
+    Attributes:
+        master: codes, 16-bit numbers or pairs of [n] elements, or fp32 [n].
+        state: the same by name of the rule's states.
+        start: number of the first element where stochastic rounding draws.
+    """
+
+    master: Rest
+    state: dict[str, Rest]
+    start: int
 
 
 @dataclass(slots=True)
@@ -34,6 +49,7 @@ class Window:
     shape: tuple[int, ...] | None = None  # set when the window is exactly one whole parameter
     entry: int | None = None  # set when all of it is of one parameter: its number, which is that of every rank
     after: Callable[[], None] | None = None  # due after the update, where the rule keeps windows until all are there
+    at_rest: AtRest | None = None  # what to update in place of master, which is as long, and of state, which is empty
 
 
 class Rule(Protocol):
@@ -53,6 +69,14 @@ class Rule(Protocol):
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Take back what `scalars` gave, for windows with the same keys."""
+
+
+@runtime_checkable
+class TakesCodes(Protocol):
+    """A rule that can update masters and states as they rest, in one pass over memory, with the bits of windows."""
+
+    def takes_codes(self, group: Mapping[str, Any], step: int) -> bool:
+        """True if windows in host memory of a group may come `at_rest` in this update."""
 
 
 @runtime_checkable

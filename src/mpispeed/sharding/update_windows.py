@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,12 @@ import torch
 from mpispeed.base import device as devices
 from mpispeed.base.errors import StoreError, UsageError
 from mpispeed.optim.exchange import Drifts, Exchanges
-from mpispeed.optim.rule import KeepsState, Layerwise, Matrixwise, Rule, Window
-from mpispeed.store.coded_tensor import WINDOW, CodedLease, CodedTensor, draw_base
+from mpispeed.optim.rule import AtRest, KeepsState, Layerwise, Matrixwise, Rule, TakesCodes, Window
+from mpispeed.store.coded_tensor import WINDOW, CodedLease, CodedTensor, RestLease, draw_base
 from mpispeed.store.layout import Span
 from mpispeed.store.placement import Tier
 from mpispeed.store.state_code import SCALED
-from mpispeed.store.stored_tensor import WholeLease
+from mpispeed.store.stored_tensor import STEP, WholeLease
 from mpispeed.store.tiers import IN_MEMORY, MASTER, Tiers
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from mpispeed.native.coded_update import Rest
     from mpispeed.sharding.grad_shards import GradShards
     from mpispeed.sharding.grads import GradStore
     from mpispeed.sharding.param_shards import ParamShards
@@ -127,7 +127,13 @@ class _Borrowed:
         Gives 16-bit masters as they rest, rounded once: what parameters in other memory are to be.
         """
         found = {id(lease): lease.settle(step) for lease in self.leases() if isinstance(lease, CodedLease)}
-        return found.get(id(self.master))
+        return self.master.wait() if isinstance(self.master, RestLease) else found.get(id(self.master))
+
+    def at_rest(self) -> AtRest | None:
+        """The whole chunk as it rests; None where it is lent in fp32."""
+        rest = {slot: _as_it_rests(lease) for slot, lease in {"": self.master, **self.state}.items()}
+        starts = [lease.start for lease in (self.master, *self.state.values()) if isinstance(lease, RestLease)]
+        return AtRest(rest.pop(""), rest, starts[0]) if starts else None
 
     def give_back(self, *, changed: bool) -> None:
         """Give back all leases, even if one cannot be written; gradients are never changed."""
@@ -141,12 +147,17 @@ class _Borrowed:
             raise failure
 
 
+def _as_it_rests(lease: Lease) -> Rest:
+    return lease.at_rest() if isinstance(lease, RestLease) else lease.wait()
+
+
 class UpdateWindows:
     """Yields the windows of one update, in unit order.
 
     A window is done when the next one is asked for, or, for a rule that keeps all of them, when it has called what is
     due `after` it. States in swap files are read one chunk ahead and written behind, as the tiers plan it; windows end
-    at chunk boundaries. A rule that must have whole parameters gets whole units, in memory beside the buffers.
+    at chunk boundaries. A rule that must have whole parameters gets whole units, in memory beside the buffers. States
+    that rest in codes are decoded for a window and encoded after it, or come as they are to a rule that takes them.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), infinity offload engine: the overlap of disk and update.
     """
@@ -182,6 +193,7 @@ class UpdateWindows:
             unit.states.grad.tier is Tier.DEVICE and params.tiers.is_apart(MASTER, unit.index)
             for unit in params.table.units
         )
+        self._codes_for = rule if isinstance(rule, TakesCodes) and takes_any_cut(rule) else None
         self._most_elements = most_elements if takes_any_cut(rule) else None
         counts = [len(unit.layout.entries) for unit in params.table.units]
         self._first_entry = [0, *itertools.accumulate(counts)]
@@ -222,8 +234,8 @@ class UpdateWindows:
     ) -> Iterator[Window]:
         waiting: deque[_Borrowed] = deque()
         try:
-            for unit, chunk in self._chunks(units):
-                waiting.append(self._borrow(unit, chunk, has_out=has_out))
+            for unit, chunk, is_at_rest in self._chunks(units, groups, step):
+                waiting.append(self._borrow(unit, chunk, has_out=has_out, is_at_rest=is_at_rest))
                 if len(waiting) > (self._plan.reads_ahead or self._fetches):
                     yield from self._serve(waiting, groups, step)
             while waiting:
@@ -261,7 +273,10 @@ class UpdateWindows:
         if not self._plan.writes_behind:
             self._params.tiers.settle()
 
-    def _chunks(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Span]]:
+    def _chunks(
+        self, units: Sequence[Unit], groups: Sequence[dict[str, Any]], step: int
+    ) -> Iterator[tuple[Unit, Span, bool]]:
+        """Units, their chunks, and whether these are lent as they rest."""
         for unit in units:
             own = self._params.span(unit)
             tensors = [
@@ -270,19 +285,38 @@ class UpdateWindows:
                 *self._state.tensors(unit).values(),
             ]
             low = self._params.low_precision(unit)
+            is_swapped = any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped)
             length = own.numel
             if self._lends_units:
                 pass
-            elif any(stored.is_swapped for stored in tensors) or (low is not None and low[0].is_swapped):
+            elif is_swapped:
                 length = min(length, self._plan.window_elements)
             elif self._most_elements is not None:
                 length = min(length, self._most_elements)
-            if any(isinstance(stored, CodedTensor) for stored in tensors):
-                length = max(min(length, WINDOW) // SCALED, 1) * SCALED  # scales are of whole blocks
-            for start in range(0, own.numel, max(length, 1)):
-                yield unit, Span(own.start + start, own.start + min(start + length, own.numel))
+            if not any(isinstance(stored, CodedTensor) for stored in tensors):
+                for start in range(0, own.numel, max(length, 1)):
+                    yield unit, Span(own.start + start, own.start + min(start + length, own.numel)), False
+                continue
+            ranges = [(groups[group], span.intersect(own)) for group, span, _ in self._ranges(unit)]
+            ranges = [(group, span) for group, span in ranges if span.numel]
+            takes_codes = self._takes_codes(unit, [group for group, _ in ranges], step)
+            borders = [at - own.start for _, span in ranges for at in (span.start, span.stop)] if takes_codes else []
+            step_of_cuts = STEP if is_swapped else SCALED  # scales are of whole blocks
+            for cut in cuts_at_rest(own.numel, borders, step_of_cuts):
+                is_at_rest = takes_codes and not any(cut.start < at < cut.stop for at in borders)
+                most = length if is_at_rest and not is_swapped else min(length, WINDOW)
+                most = max(most // SCALED, 1) * SCALED
+                for start in range(cut.start, cut.stop, most):
+                    chunk = Span(start, min(start + most, cut.stop))
+                    yield unit, chunk.shifted(own.start), is_at_rest
 
-    def _borrow(self, unit: Unit, chunk: Span, *, has_out: bool) -> _Borrowed:
+    def _takes_codes(self, unit: Unit, groups: Sequence[dict[str, Any]], step: int) -> bool:
+        """True if the rule takes the unit's states as they rest: compiled loops of the host do."""
+        rule = self._codes_for
+        is_on_host = self._params.tiers.home(MASTER, unit.index).type == "cpu"
+        return rule is not None and is_on_host and all(rule.takes_codes(group, step) for group in groups)
+
+    def _borrow(self, unit: Unit, chunk: Span, *, has_out: bool, is_at_rest: bool) -> _Borrowed:
         local = chunk.shifted(-self._params.span(unit).start)
         low = self._params.low_precision(unit) if has_out else None
         grad = self._grads.lend(unit, local.start, local.stop, self._params.tiers.home(MASTER, unit.index))
@@ -290,7 +324,11 @@ class UpdateWindows:
         if self._lends_units:
             state: dict[str, Lease] = {slot: WholeLease(stored) for slot, stored in tensors.items()}
         else:
-            state = {slot: stored.lend(local.start, local.stop) for slot, stored in tensors.items()}
+            state = {
+                slot: stored.lend_at_rest(local.start, local.stop) if is_at_rest and isinstance(stored, CodedTensor)
+                else stored.lend(local.start, local.stop)
+                for slot, stored in tensors.items()
+            }  # fmt: skip
         out = None if low is None else low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False)
         master = state.pop("")
         return _Borrowed(unit, chunk, master, grad, state, out)
@@ -312,7 +350,7 @@ class UpdateWindows:
         """
         local = span.shifted(-borrowed.chunk.start).slice
         master, far = borrowed.master.wait()[local], None
-        is_coded = isinstance(borrowed.master, CodedLease)
+        is_coded, at_rest = isinstance(borrowed.master, CodedLease | RestLease), borrowed.at_rest()
         out = None if borrowed.out is None or is_coded else borrowed.out.wait()[local]
         after = None
         if out is not None and out.device != master.device and self._keeps_windows:
@@ -323,12 +361,13 @@ class UpdateWindows:
         window = Window(
             master=master,
             grad=borrowed.grad.wait()[local].to(master.device),
-            state={slot: lease.wait()[local] for slot, lease in borrowed.state.items()},
+            state={} if at_rest else {slot: lease.wait()[local] for slot, lease in borrowed.state.items()},
             group=group,
             step=step,
             out=out,
             key=(borrowed.unit.index, index, span.start),
             after=after,
+            at_rest=at_rest,
         )
         return window, far
 
@@ -350,84 +389,23 @@ def takes_any_cut(rule: Rule) -> bool:
     return rule.is_elementwise is True and not isinstance(rule, KeepsState | Exchanges)
 
 
+def cuts_at_rest(numel: int, borders: Iterable[int], step: int) -> list[Span]:
+    """Cut a range so that few elements are with a border: each is inside of `step` elements, or where two cuts meet.
+
+    All cuts begin at multiples of `step`.
+    """
+    edges = {0, numel}
+    for at in borders:
+        if 0 < at < numel:
+            edges |= {at // step * step, min(-(-at // step) * step, numel)}
+    return [Span(*pair) for pair in itertools.pairwise(sorted(edges))]
+
+
 def _room_beside(master: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Empty tensor with the length and dtype of `out`, in the memory of `master`."""
     if devices.is_on_device(master):
         return torch.empty(out.numel(), dtype=out.dtype, device=master.device)
     return devices.pinned(out.numel(), out.dtype)
-
-
-def edit_masters(params: ParamShards, edit: Callable[[str, torch.Tensor], None]) -> None:
-    """Call `edit(name, values)` for this rank's range of each trained parameter, and keep what it changes in place.
-
-    `values` is flat, in the dtype of masters; ranges of states in swap files come in several pieces. The low-precision
-    copies follow, so that publishing brings the changes to the parameters.
-
-    Collective over: the data axis, if states are in swap files; else local.
-
-    Raises:
-        StoreError: on every rank, if a swap file of one cannot be read or written.
-    """
-    with params.mesh["data"].together(StoreError) if params.tiers.is_swapping else nullcontext():
-        for unit in params.table.units:
-            _edit_unit(params, unit, edit)
-        params.tiers.settle()
-
-
-def _edit_unit(params: ParamShards, unit: Unit, edit: Callable[[str, torch.Tensor], None]) -> None:
-    own, stored, low = params.span(unit), params.stored_master(unit), params.low_precision(unit)
-    length = max(1, min(own.numel, params.tiers.plan.window_elements) if stored.is_swapped else own.numel)
-    for start in range(own.start, own.stop, length):
-        chunk = Span(start, min(start + length, own.stop))
-        local = chunk.shifted(-own.start)
-        leases = [stored.lend(local.start, local.stop)]
-        if low is not None:
-            leases.append(low[0].lend(low[1] + local.start, low[1] + local.stop, reads=False))
-        changed = False
-        try:
-            values = leases[0].wait()
-            for entry in unit.layout.entries:
-                common = entry.span.intersect(chunk)
-                if common.numel:
-                    edit(entry.name, values[common.shifted(-chunk.start).slice])
-            for lease in leases[1:]:
-                lease.wait().copy_(values)
-            changed = True
-        finally:
-            for lease in leases:
-                lease.give_back(changed=changed)
-
-
-def read_gradients(
-    params: ParamShards,
-    grads: GradShards,
-    units: Iterable[Unit],
-    read: Callable[[Unit, Span, torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Call `read(unit, span, masters, gradients)` for this rank's range of units, in one piece or several.
-
-    `span` counts from the start of the range. Gradients are those of the update, in the memory of the masters, but for
-    the step's multiplier. Nothing may be changed.
-
-    Collective over: the data axis, if states are in swap files; else local.
-
-    Raises:
-        StoreError: on every rank, if a swap file of one cannot be read.
-    """
-    with params.mesh["data"].together(StoreError) if params.tiers.is_swapping else nullcontext():
-        for unit in units:
-            numel, stored, (grad, at) = params.span(unit).numel, params.stored_master(unit), grads.stored(unit)
-            is_swapped = stored.is_swapped or grad.is_swapped
-            length = max(1, min(numel, params.tiers.plan.window_elements) if is_swapped else numel)
-            for start in range(0, numel, length):
-                span = Span(start, min(start + length, numel))
-                leases = [stored.lend(span.start, span.stop), grad.lend(at + span.start, at + span.stop)]
-                try:
-                    masters, gradients = (lease.wait() for lease in leases)
-                    read(unit, span, masters, gradients.to(masters.device))
-                finally:
-                    for lease in leases:
-                        lease.give_back(changed=False)
 
 
 # Weak on both sides: a store that lives on after its engine must not keep gradients and states.

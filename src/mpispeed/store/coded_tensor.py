@@ -13,6 +13,7 @@ from mpispeed.store.state_code import Draws
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mpispeed.native.coded_update import Rest
     from mpispeed.store.state_code import StateCode
     from mpispeed.store.stored_tensor import Lease, StoredTensor
 
@@ -141,6 +142,10 @@ class CodedTensor:
         del reads  # blocks at the borders are encoded whole
         return CodedLease(self, start, stop, self._scratch)
 
+    def lend_at_rest(self, start: int, stop: int) -> RestLease:
+        """Lease a range as it is; `start` is a multiple of the code's `step`, and so is `stop` unless it is the end."""
+        return RestLease(self, start, stop)
+
     def narrowed(self, dtype: torch.dtype) -> StoredTensor:
         """Refuse: gradients, which come in other types, rest in no code.
 
@@ -155,31 +160,77 @@ class CodedTensor:
         return Draws(step, self._base + start)
 
 
-class CodedLease:
-    """A decoded range of a coded tensor."""
+class RestLease:
+    """A range of a coded tensor as it rests."""
 
-    __slots__ = ("_coded", "_first", "_is_encoded", "_last", "_leases", "_range", "_scratch", "_values")
+    __slots__ = ("_coded", "_leases", "_start")
 
-    def __init__(self, coded: CodedTensor, start: int, stop: int, scratch: Scratch) -> None:
-        step = coded.code.step
-        self._first, self._last = start // step * step, min(-(-stop // step) * step, coded.numel)
-        self._range = slice(start - self._first, stop - self._first)
+    def __init__(self, coded: CodedTensor, start: int, stop: int) -> None:
+        self._coded, self._start = coded, start
         self._leases: list[Lease] = [
-            part.lend(self._first // meant.stride, meant.count(self._last))
+            part.lend(start // meant.stride, meant.count(stop))
             for part, meant in zip(coded.parts, coded.code.parts, strict=True)
         ]
-        self._coded, self._scratch = coded, scratch
-        self._values: torch.Tensor | None = None
-        self._is_encoded = False
 
     def is_ready(self) -> bool:
         """True once `wait` would not block."""
         return all(lease.is_ready() for lease in self._leases)
 
     def wait(self) -> torch.Tensor:
+        """The first part."""
+        return self.parts()[0]
+
+    def parts(self) -> list[torch.Tensor]:
+        """Its tensors, to be read and changed in place.
+
+        Raises:
+            StoreError: they could not be read.
+        """
+        return [lease.wait() for lease in self._leases]
+
+    def at_rest(self) -> Rest:
+        """What a coded update takes: it rounds as an update does, and draws at `start`."""
+        return self._coded.code.at_rest(self.parts(), draws=True)
+
+    @property
+    def start(self) -> int:
+        """Number of the first element where stochastic rounding draws."""
+        return self._coded.draws(0, self._start).start
+
+    def give_back(self, *, changed: bool) -> None:
+        """Give all parts back, even if one cannot be written."""
+        failure: StoreError | None = None
+        for lease in self._leases:
+            try:
+                lease.give_back(changed=changed)
+            except StoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class CodedLease:
+    """A decoded range of a coded tensor."""
+
+    __slots__ = ("_coded", "_first", "_is_encoded", "_last", "_range", "_rest", "_scratch", "_values")
+
+    def __init__(self, coded: CodedTensor, start: int, stop: int, scratch: Scratch) -> None:
+        step = coded.code.step
+        self._first, self._last = start // step * step, min(-(-stop // step) * step, coded.numel)
+        self._range = slice(start - self._first, stop - self._first)
+        self._rest = RestLease(coded, self._first, self._last)
+        self._coded, self._scratch = coded, scratch
+        self._values: torch.Tensor | None = None
+        self._is_encoded = False
+
+    def is_ready(self) -> bool:
+        """True once `wait` would not block."""
+        return self._rest.is_ready()
+
+    def wait(self) -> torch.Tensor:
         """The decoded values, in memory that is used again after `give_back`."""
         if self._values is None:
-            parts = [lease.wait() for lease in self._leases]
+            parts = self._rest.parts()
             self._values = self._scratch.take(self._last - self._first, parts[0].device)
             self._coded.code.decode(self._values, parts)
         return self._values[self._range]
@@ -190,7 +241,7 @@ class CodedLease:
         Args:
             step: number of the update for stochastic rounding; None: to the nearest.
         """
-        parts = [lease.wait() for lease in self._leases]
+        parts = self._rest.parts()
         if self._values is not None:
             draws = None if step is None else self._coded.draws(step, self._first)
             self._coded.code.encode(parts, self._values, draws)
@@ -200,15 +251,10 @@ class CodedLease:
     def give_back(self, *, changed: bool) -> None:
         """Encode changed values, unless that is done, and give the parts back."""
         values, self._values = self._values, None
-        failure: StoreError | None = None
         if changed and values is not None and not self._is_encoded:
-            self._coded.code.encode([lease.wait() for lease in self._leases], values)
-        for lease in self._leases:
-            try:
-                lease.give_back(changed=changed)
-            except StoreError as error:
-                failure = failure or error
-        if values is not None:
-            self._scratch.give(values)
-        if failure is not None:
-            raise failure
+            self._coded.code.encode(self._rest.parts(), values)
+        try:
+            self._rest.give_back(changed=changed)
+        finally:
+            if values is not None:
+                self._scratch.give(values)

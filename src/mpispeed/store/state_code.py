@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mpispeed.native import state_codes
+from mpispeed.native import coded_update, state_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mpispeed.native.coded_update import Rest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.uint8}
 """Type of the elements of a code, by its word."""
@@ -99,35 +101,22 @@ class StateCode:
 
         Shapes: parts [`Part.count` of n] each; values [n], fp32.
         """
-        threads = torch.get_num_threads()
-        drawn = draws if self.rounding == "stochastic" else None
-        if self.word == "int8":
-            seed, (step, start) = None if drawn is None else self.seed, drawn or (0, 0)
-            state_codes.encode8(
-                parts[0], parts[1], values, signed=self.is_signed, seed=seed, step=step, start=start, threads=threads
-            )
-        elif self.rounding == "kahan":
-            # What is left of a value may round up to half of a last place, and the sum's own nearest be another: twice,
-            # so that pairs made of sums, as a load makes them, are the same pairs.
-            state_codes.split(parts[0], parts[1], values, threads=threads)
-            total = torch.empty_like(values)
-            state_codes.join(total, parts[0], parts[1], threads=threads)
-            state_codes.split(parts[0], parts[1], total, threads=threads)
-        elif drawn is not None:
-            step, start = drawn
-            state_codes.round_stochastic(parts[0], values, seed=self.seed, step=step, start=start, threads=threads)
-        else:
-            state_codes.encode16(parts[0], values, threads=threads)
+        step, start = draws or (0, 0)
+        rest = self.at_rest(parts, draws=draws is not None)
+        coded_update.encode(rest, values, step=step, start=start, threads=torch.get_num_threads())
 
     def decode(self, out: Tensor, parts: Sequence[Tensor]) -> None:
         """Fill `out` with the values of a range. Shapes: as for `encode`."""
-        threads = torch.get_num_threads()
+        coded_update.decode(out, self.at_rest(parts), threads=torch.get_num_threads())
+
+    def at_rest(self, parts: Sequence[Tensor], *, draws: bool = False) -> Rest:
+        """The parts of a range as coded updates take them; with `draws` as an update rounds them."""
+        seed = self.seed if draws and self.rounding == "stochastic" else None
         if self.word == "int8":
-            state_codes.decode8(out, parts[0], parts[1], signed=self.is_signed, threads=threads)
-        elif self.rounding == "kahan":
-            state_codes.join(out, parts[0], parts[1], threads=threads)
-        else:
-            state_codes.decode16(out, parts[0], threads=threads)
+            return coded_update.Codes(parts[0], parts[1], self.is_signed, seed)
+        if self.rounding == "kahan":
+            return coded_update.Pairs(parts[0], parts[1])
+        return coded_update.Halves(parts[0], seed)
 
 
 @dataclass(frozen=True, slots=True)
