@@ -38,6 +38,9 @@ INSIDE = "staged-archive"
 
 _BLOCK = 512
 _PIECE_BYTES = 4 << 20
+WAIT_SECONDS = 1800.0
+"""Time for another packer of the same environment."""
+
 _MOST_FACTS_BYTES = 1 << 20
 _HOUR_SECONDS, _OLD_SECONDS = 3600.0, 86400.0
 
@@ -236,10 +239,33 @@ def _dates(path: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _only_packer(folder: Path) -> Iterator[None]:
-    """Wait for another packer of the same environment, whose archive will do."""
-    with (folder / "lock").open("a") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: the last one renames its archive over others
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Wait for another packer of the same environment, whose archive will do.
+
+    Raises:
+        StagingError: the other one does not end, or something else has the name of the lock.
+    """
+    path, until = folder / "lock", time.monotonic() + WAIT_SECONDS
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        msg = f"the lock {path} of the archive cannot be opened: {error.strerror}; give another folder with --output"
+        raise StagingError(msg) from error
+    with os.fdopen(handle, "rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    msg = (
+                        f"another process has been packing this environment for {WAIT_SECONDS / 60:.0f} minutes and "
+                        f"holds {path}; end it, or give another folder with --output"
+                    )
+                    raise StagingError(msg) from None
+                time.sleep(0.2)
+            except OSError:  # a file system without locks: the last one renames its archive over others
+                break
+            else:
+                break
         yield
 
 

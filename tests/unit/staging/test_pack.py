@@ -1,5 +1,6 @@
 """A small virtual environment, packed, moved and started from: everything comes from the copy, and it is made once."""
 
+import fcntl
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -191,6 +193,24 @@ def test_two_packers_at_once_make_one_archive(environment, tmp_path):
     assert said[0] == said[1] != ""
     names = [path.name.partition("-")[0].partition(".")[0] for path in (tmp_path / "both").iterdir()]
     assert sorted(names) == ["archive", "environment", "lock"]
+
+
+def test_a_packer_waits_for_another_one_but_not_for_ever_and_opens_no_other_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "WAIT_SECONDS", 0.3)
+    refused = pytest.raises(StagingError, match="end it, or give another folder")
+    with pack._only_packer(tmp_path), refused, pack._only_packer(tmp_path):
+        pass
+    monkeypatch.setattr(pack, "WAIT_SECONDS", 60.0)
+    held = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, [held]).start()
+    with pack._only_packer(tmp_path), pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held)  # the other one has ended
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StagingError, match="cannot be opened"), pack._only_packer(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_who_cannot_write_the_environment_takes_the_archive_inside(environment, tmp_path):
