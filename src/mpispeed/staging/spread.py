@@ -24,6 +24,9 @@ from mpispeed.staging.places import PLACES
 STAGED = "MPISPEED_STAGED"
 """Variable of ranks: the folder that their Python was unpacked to."""
 
+LIMIT_SECONDS = 1800.0
+"""For one command on all nodes; unpacking 1.6 GB takes minutes on slow disks."""
+
 END_SECONDS = 30.0
 """For a command to end after it was told to, which removes what it has made; then it is killed."""
 
@@ -130,7 +133,7 @@ def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
     """Run a command to its end, and return what it prints; a signal to us ends it.
 
     Raises:
-        StagingError: it failed, with what it said.
+        StagingError: it failed, with what it said, or takes too long, as where the file system of a node is gone.
     """
     try:
         process = subprocess.Popen(
@@ -142,13 +145,19 @@ def run_words(words: Sequence[str], environ: Mapping[str, str] | None = None) ->
         raise StagingError(msg) from None
     with process:
         try:
-            out, err = process.communicate()
-        except BaseException:
+            out, err = process.communicate(timeout=LIMIT_SECONDS)
+        except BaseException as error:
             process.terminate()
             try:
                 process.communicate(timeout=END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                msg = (
+                    f"staging of the environment: {Path(words[0]).name} has not ended within {LIMIT_SECONDS / 60:.0f} "
+                    "minutes; a node or its file system may hang: leave it out, or start without --stage-env"
+                )
+                raise StagingError(msg) from None
             raise
     if process.returncode:
         said = _first_reason(err) or f"{words[0]} ended with exit code {process.returncode}"

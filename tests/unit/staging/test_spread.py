@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_a_command_that_does_not_end_is_killed(monkeypatch):
     with pytest.raises(SystemExit) as caught, ended_by_exit():
         spread.run_words([sys.executable, "-S", "-c", deaf])
     assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_a_command_that_takes_too_long_is_ended_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(spread, "LIMIT_SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(StagingError, match=r"has not ended within .* a node or its file system may hang"):
+        spread.run_words([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    assert time.monotonic() - began < 60
 
 
 def test_a_command_that_is_not_there_is_a_sentence():
