@@ -139,10 +139,11 @@ def test_a_stall_is_told_with_the_slowest_rank(comm, rows, caplog, monkeypatch, 
     monkeypatch.setattr("mpispeed.engine.data_loading.WINDOW", 3)
     slow = comm.size - 1
     csv = {"enabled": True, "output_path": str(mpi_tmp_path), "job_name": "run"}
-    settings = config(1, **ADAM, data_loader={"prefetch": 0}, csv_monitor=csv)
+    settings = config(1, **ADAM, data_loader={"prefetch": 0, "stall_warning": 0.01}, csv_monitor=csv)
     engine = start(settings, training_data=Rows(rows, 0.05 if comm.rank == slow else 0.0))
     with caplog.at_level(logging.WARNING, "mpispeed"):
         trained(engine, engine.training_dataloader, 5)
+    engine.destroy()  # before anything can fail on one rank only
     told = [record.getMessage() for record in caplog.records if "data stalled" in record.getMessage()]
     if comm.rank == 0:
         (text,) = told
@@ -159,7 +160,6 @@ def test_a_stall_is_told_with_the_slowest_rank(comm, rows, caplog, monkeypatch, 
         assert all(float(value) >= 50 for _, value in points)
     else:
         assert told == []
-    engine.destroy()
 
 
 def test_stalls_can_be_left_unsaid(rows, caplog, monkeypatch):
