@@ -118,49 +118,20 @@ class _Process:
 _process = _Process()
 
 
-def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-    *,
-    strict_partition: bool | None = None,
-) -> None:
-    """Set all options: to their defaults, then to those of the configuration, then to the arguments that are not None.
-
-    All ranks of a slicing group have to set the same ones. Calls that are under way go on as they began.
+def configure(mpu_: Any = None, config: Any = None, **options: Any) -> None:
+    """Set all options: to their defaults, then to those of the configuration, then to `options` that are not None.
 
     Args:
-        mpu_: the slicing group, a `Comm`, or an object with `get_tensor_model_parallel_group` or
-            `get_model_parallel_group` that gives it, or None: activations are not sliced.
-        deepspeed_config: a mapping, a path of a JSON file, or an object with the section `activation_checkpointing`.
-        partition_activations: keep a slice of each activation on every rank of the slicing group.
-        contiguous_checkpointing: keep activations in one buffer; needs the former and the next.
-        num_checkpoints: calls that are checkpointed before any of their backward passes has run.
-        checkpoint_in_cpu: keep activations in host memory.
-        synchronize: wait for the device at each end of each pass of a call.
-        profile: time the passes of each call and log them; see `timers`.
-        strict_partition: refuse activations that the slicing group does not divide, instead of padding.
+        mpu_: the slicing group, or an object that gives it, or None: activations are not sliced.
+        config: a mapping, a path of a JSON file, or an object with the section `activation_checkpointing`.
+        options: by the keys of the section.
 
     Raises:
         ConfigError: options do not fit together, or `mpu_` gives no slicing group. Nothing is changed then.
     """
-    options = checkpointing_options.override(
-        checkpointing_options.read(deepspeed_config),
-        partition_activations=partition_activations,
-        contiguous_memory_optimization=contiguous_checkpointing,
-        number_checkpoints=num_checkpoints,
-        cpu_checkpointing=checkpoint_in_cpu,
-        synchronize_checkpoint_boundary=synchronize,
-        profile=profile,
-        strict_partition=strict_partition,
-    )
+    chosen = checkpointing_options.override(checkpointing_options.read(config), **options)
     comm = slicing_group(mpu_)
-    _process.change(options, comm)
+    _process.change(chosen, comm)
     _process.slice_rank = 0 if comm is None else comm.rank
     _process.is_configured = True
 

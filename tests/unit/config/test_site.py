@@ -15,6 +15,7 @@ from mpispeed.config.inference import InferenceConfig
 from mpispeed.config.inference_load import resolve
 from mpispeed.config.offload import OffloadParam
 from mpispeed.config.zero import ZeroOptimization
+from tests.helpers.site_files import written_sites
 
 TEXT = """
 locked = ["zero_optimization.stage", "zero_optimization.stage3_prefetch_bucket_size", "wall_clock_breakdown"]
@@ -37,17 +38,7 @@ MICRO = {"train_micro_batch_size_per_gpu": 2}
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A function that writes the file, and its path."""
-    path = tmp_path / "site.toml"
-    monkeypatch.setenv(VARIABLE, str(path))
-
-    def write(text=TEXT):
-        path.write_text(text)
-        path.chmod(0o644)
-        return path
-
-    tmp_path.chmod(0o700)
-    yield write
-    hold(None)
+    yield from written_sites(tmp_path, monkeypatch, TEXT)
 
 
 def test_defaults_are_under_what_users_give(site):

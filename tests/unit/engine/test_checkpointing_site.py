@@ -6,8 +6,9 @@ import pytest
 
 from mpispeed import checkpointing
 from mpispeed.base.errors import ConfigError
-from mpispeed.base.site_file import VARIABLE, hold
+from mpispeed.base.site_file import hold
 from mpispeed.nn.activation_checkpointing import current, unconfigure
+from tests.helpers.site_files import written_sites
 
 TEXT = """
 locked = ["activation_checkpointing.cpu_checkpointing", "activation_checkpointing.synchronize_checkpoint_boundary"]
@@ -23,17 +24,7 @@ cpu_checkpointing = true
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A function that writes the file, and its path."""
-    path = tmp_path / "site.toml"
-    monkeypatch.setenv(VARIABLE, str(path))
-
-    def write(text=TEXT):
-        path.write_text(text)
-        path.chmod(0o644)
-        return path
-
-    tmp_path.chmod(0o700)
-    yield write
-    hold(None)
+    yield from written_sites(tmp_path, monkeypatch, TEXT)
     unconfigure()
 
 

@@ -27,14 +27,6 @@ UNPACK = str(Path(unpack.__file__))
 EPILOG = ROOT / "slurm" / "epilog.sh"
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.setenv("MPISPEED_STAGE_DIR", str(folder))
-    return folder
-
-
 def name(job="7", letters="0123abcd", uid=UID):
     return f"mpispeed-env-{uid}-{job}-{letters}"
 

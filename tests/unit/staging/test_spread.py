@@ -16,14 +16,6 @@ from mpispeed.staging.pack import Archive
 ARCHIVE = Archive(Path("none.tar"), f"0.9.{'0' * 64}", "", "", "", 9, 9, 9, 1, "")
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    folder = tmp_path / "place"
-    folder.mkdir()
-    monkeypatch.setenv("MPISPEED_STAGE_DIR", str(folder))
-    return folder
-
-
 def test_a_signal_while_a_folder_is_made_leaves_nothing(place, tmp_path, monkeypatch):
     """It comes when the folder is there, and before its name is told."""
     slow = tmp_path / "slow.py"

@@ -45,10 +45,10 @@ def configure_recomputation(plan: Plan, mesh: Mesh, *, micro_batches: int = 1) -
         activation_checkpointing.configure(
             comm if comm.size > 1 else None,
             partition_activations=section.partition_activations,
-            contiguous_checkpointing=section.contiguous_memory_optimization,
-            num_checkpoints=section.number_checkpoints and section.number_checkpoints * micro_batches,
-            checkpoint_in_cpu=section.cpu_checkpointing,
-            synchronize=section.synchronize_checkpoint_boundary,
+            contiguous_memory_optimization=section.contiguous_memory_optimization,
+            number_checkpoints=section.number_checkpoints and section.number_checkpoints * micro_batches,
+            cpu_checkpointing=section.cpu_checkpointing,
+            synchronize_checkpoint_boundary=section.synchronize_checkpoint_boundary,
             profile=section.profile,
         )
         _made = activation_checkpointing.current()
@@ -92,17 +92,17 @@ def configure(
     """
     arguments: dict[str, Any] = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
         "strict_partition": strict_partition,
     }
     config: Any = deepspeed_config
     of_site: dict[str, str] = {}
     if isinstance(config, (str, Path, Mapping)):
-        given = {name: value for name, value in arguments.items() if value is not None}
+        given = {key: value for key, value in arguments.items() if value is not None}
         config, of_site = _with_site(config, given)
     try:
         activation_checkpointing.configure(mpu_, config, **arguments)
@@ -120,7 +120,7 @@ def _with_site(config: str | Path | Mapping[str, Any], arguments: Mapping[str, A
 
     Args:
         config: a mapping, or the path of a file.
-        arguments: those of `configure`, which are over it.
+        arguments: those of `configure` by their keys, which are over it.
 
     Raises:
         ConfigError: the file cannot be read, a locked option is changed, or the site's file is wrong.
@@ -135,10 +135,9 @@ def _with_site(config: str | Path | Mapping[str, Any], arguments: Mapping[str, A
         raise refuse(where, problems)
     done = legacy.translate({SECTION: section}, text_keys(added.root()), partial(knows, added.root()))
     own = dict(done.data[SECTION])
-    for name, value in arguments.items():
-        key = _KEYS.get(name, name)
+    for key, value in arguments.items():
         done.data[SECTION][key] = value
-        done.spelled[f"{SECTION}.{key}"] = f"argument {name}"
+        done.spelled[f"{SECTION}.{key}"] = f"argument {_ARGUMENTS.get(key, key)}"
     if (site := current()).path:
         lay_section_under(done, site, SECTION)
     if done.problems:
@@ -148,10 +147,10 @@ def _with_site(config: str | Path | Mapping[str, Any], arguments: Mapping[str, A
     return {SECTION: options}, done.of_site
 
 
-_KEYS = {
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "num_checkpoints": "number_checkpoints",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
+_ARGUMENTS = {
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "number_checkpoints": "num_checkpoints",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "synchronize_checkpoint_boundary": "synchronize",
 }
-"""Argument of `configure` -> the key that it is."""
+"""Key -> the argument of `configure` that it is."""
